@@ -1,0 +1,32 @@
+"""Fine-tune a pretrained network within the time, memory and energy you have."""
+
+from __future__ import annotations
+
+from elastictrainer.budget import Budget
+from elastictrainer.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ElasticTrainerError,
+    ModelError,
+    ProfileError,
+    TrainingError,
+)
+from elastictrainer.profiling.profile import Profile
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "ElasticTrainerError",
+    "ModelError",
+    "Profile",
+    "ProfileError",
+    "TrainingError",
+    "__version__",
+]

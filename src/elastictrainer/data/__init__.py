@@ -1,0 +1,1 @@
+"""Images and models through one door: folders, torchvision, timm, the built-in default."""

@@ -1,0 +1,1 @@
+"""How much training a tensor now would lower the loss."""

@@ -1,0 +1,1 @@
+"""Thin adapters of the controller to other people's loops."""

@@ -1,0 +1,1 @@
+"""Time, memory, FLOPs and energy, measured."""

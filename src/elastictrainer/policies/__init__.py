@@ -1,0 +1,1 @@
+"""What yields plans over time: elastic and everything it is compared with."""

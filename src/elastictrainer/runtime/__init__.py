@@ -1,0 +1,1 @@
+"""The only code that touches a model: apply a plan, train, re-plan, checkpoint."""

@@ -1,0 +1,1 @@
+"""The best plan within a budget: exact, pure, in milliseconds."""
