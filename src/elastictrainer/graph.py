@@ -79,6 +79,16 @@ class Graph:
         return tuple(map(tuple, hosts))
 
     @cached_property
+    def head(self) -> tuple[str, ...]:
+        """The output-most layer's tensors: those that share an owner with the first tensor backward meets.
+
+        A tied tensor is left out: to train it means to reach every place that uses it, down to the input.
+        """
+        single = [t.name for k, t in enumerate(self.tensors) if len(self.hosts[k]) == 1]
+        owner = single[0].rpartition(".")[0] if single else ""
+        return tuple(name for name in single if name.rpartition(".")[0] == owner)
+
+    @cached_property
     def leads_to(self) -> NDArray[np.uint8]:
         """Bit-packed rows, one a tensor: the nodes through which the loss reaches it (itself hosted included)."""
         width = (len(self.tensors) + 7) // 8
