@@ -1,1 +1,71 @@
-"""The command line: one module a verb, each a thin shell over the library."""
+"""The command line: `main` runs one verb and turns whatever goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `elastictrainer ARGUMENTS` (default: the process's own) and return the exit code.
+
+    0: done. 1: a failure. 2: wrong use. 130: interrupted from the keyboard. An error is one readable line on stderr;
+    `--debug` shows its traceback as well.
+    """
+    from typer import Abort
+    from typer.main import get_command
+
+    from elastictrainer.cli.app import app, load_verbs
+
+    state = {"debug": False}
+    try:
+        load_verbs()
+        code = get_command(app).main(
+            list(sys.argv[1:] if arguments is None else arguments),
+            prog_name="elastictrainer",
+            standalone_mode=False,
+            obj=state,
+        )
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`head`, `less`) has gone. Without this the interpreter would complain once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KeyboardInterrupt, Abort):
+        code = _INTERRUPTED
+    except Exception as error:
+        if state["debug"]:
+            traceback.print_exc()
+        print(_line(error), file=sys.stderr)
+        return int(getattr(error, "exit_code", 1))
+    if code == _INTERRUPTED:
+        print("elastictrainer: interrupted", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def _line(error: Exception) -> str:
+    from elastictrainer.errors import ElasticTrainerError
+
+    where = "elastictrainer"
+    if isinstance(error, ElasticTrainerError):
+        message = str(error)
+    elif hasattr(error, "format_message"):
+        # Wrong use, found by typer, whose copy of click has no import path that stays from release to release.
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return str(error.format_message())
+        context: Any = getattr(error, "ctx", None)
+        where = context.command_path if context else where
+        message = f"{error.format_message().rstrip('.')} (see {where} --help)"
+    elif isinstance(error, OSError) and error.strerror:
+        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        message = f"{type(error).__name__}: {error} (--debug shows where)"
+    return f"{where}: error: " + re.sub(r"\s*\n\s*", " ", message).strip()
