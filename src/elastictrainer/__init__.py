@@ -13,7 +13,7 @@ from elastictrainer.errors import (
     ProfileError,
     TrainingError,
 )
-from elastictrainer.profiling.profile import Profile
+from elastictrainer.profiling import Profile, profile
 
 __version__ = "0.1.0"
 
@@ -29,4 +29,5 @@ __all__ = [
     "ProfileError",
     "TrainingError",
     "__version__",
+    "profile",
 ]

@@ -1,1 +1,8 @@
 """Trace one real step, time and weigh its parts, calibrate on real plans, cache on disk."""
+
+from __future__ import annotations
+
+from elastictrainer.profiling.measure import profile
+from elastictrainer.profiling.profile import Lane, Memory, Profile, Residual, Storage
+
+__all__ = ["Lane", "Memory", "Profile", "Residual", "Storage", "profile"]

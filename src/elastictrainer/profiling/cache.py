@@ -1,0 +1,169 @@
+"""Profiles kept on disk, found again only where nothing that changes the answer has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastictrainer.errors import ProfileError
+from elastictrainer.profiling.profile import FORMAT, Profile
+
+__all__ = ["Cache", "describe"]
+
+
+def describe(
+    model: nn.Module, candidates: Mapping[str, nn.Parameter], batch: Any, *, loss_fn: Any, optimizer: Optimizer | None, bn: str
+) -> dict[str, Any]:
+    """Everything that a profile depends on, as plain data: the same description means the same price list."""
+    first = next(iter(candidates.values()))
+    return {
+        "format": FORMAT,
+        "model": type(model).__name__,
+        "structure": _structure(model, candidates),
+        "batch": _shapes(batch),
+        "loss": _code(loss_fn),
+        "dtype": str(first.dtype),
+        "autocast": _autocast(first.device.type),
+        "bn": bn,
+        "optimizer": _optimizer(optimizer),
+        "device": device_name(first.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "flags": {
+            "matmul": torch.get_float32_matmul_precision(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "mkldnn": torch.backends.mkldnn.is_available(),
+        },
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The device as a person would name it: a GPU's model, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "model\t")))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model} ({os.cpu_count()} cores)"
+
+
+def _structure(model: nn.Module, candidates: Mapping[str, nn.Parameter]) -> str:
+    """A digest of modules with their settings, parameters with shape, layout and tying, and which are candidates."""
+    digest = hashlib.sha256()
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules():
+        digest.update(f"M {name} {type(module).__qualname__} {module.extra_repr()} {module.training}\n".encode())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied = seen.setdefault(id(parameter), name)
+        line = f"P {name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {tied} {name in candidates}\n"
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _shapes(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return [list(batch.shape), list(batch.stride()), str(batch.dtype), str(batch.device)]
+    if isinstance(batch, dict):
+        return {str(k): _shapes(v) for k, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [_shapes(v) for v in batch]
+    return type(batch).__name__
+
+
+def _code(function: Any) -> str:
+    """A digest of what a loss function does: its code, what it closes over, and the same of functions it wraps.
+
+    Autocast usually lives inside the loss function, where no global flag shows it before it runs.
+    """
+    digest = hashlib.sha256()
+    queue, seen = [function], set()
+    while queue:
+        item = queue.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        code = getattr(item, "__code__", None)
+        if code is not None:
+            digest.update(code.co_code + repr((code.co_names, [c for c in code.co_consts if _plain(c)])).encode())
+            queue += [c for c in code.co_consts if hasattr(c, "co_code")]
+            queue += [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
+            queue += [value for value in (item.__defaults__ or ())]
+        elif hasattr(item, "co_code"):
+            digest.update(item.co_code + repr(item.co_names).encode())
+        elif _plain(item) or isinstance(item, torch.dtype):
+            digest.update(repr(item).encode())
+        else:
+            digest.update(type(item).__qualname__.encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, bytes))
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def _autocast(device: str) -> str:
+    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
+
+
+def _optimizer(optimizer: Optimizer | None) -> Any:
+    if optimizer is None:
+        return None
+    kinds = ("momentum", "nesterov", "amsgrad", "foreach", "fused", "capturable", "centered")
+    settings = [{k: bool(group[k]) for k in kinds if k in group} | {"n": len(group["params"])} for group in optimizer.param_groups]
+    return [type(getattr(optimizer, "optimizer", optimizer)).__name__, settings]
+
+
+class Cache:
+    """A folder of profiles, one file per description. Damaged or foreign files are ignored, never an error."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _path(self, context: Mapping[str, Any]) -> Path:
+        key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:32]
+        return self.folder / f"{key}.profile.json"
+
+    def find(self, context: Mapping[str, Any]) -> Profile | None:
+        path = self._path(context)
+        if not path.is_file():
+            return None
+        try:
+            found = Profile.load(path)
+        except ProfileError:
+            return None
+        return found if found.context == json.loads(json.dumps(context)) else None
+
+    def keep(self, profile: Profile) -> None:
+        """Write atomically: a reader sees the whole profile or none."""
+        path = self._path(profile.context)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
+                file.write(profile.to_json())
+            os.replace(file.name, path)
+        except OSError as error:
+            raise ProfileError(f"cannot keep the profile in {str(self.folder)!r}: {error}; pass another cache folder") from error

@@ -1,0 +1,239 @@
+"""From timed parts to a price list whose sums predict real steps, and an honest statement of how well.
+
+The parts miss what happens between them: the engine's own work per node, the allocator's for what is kept, caches, and on
+a GPU that the host may be the one who is late. A handful of real plans is run un-instrumented, interleaved with full
+steps so that a machine that slows down slows both, and the four coefficients of
+
+    step(S) = constant + scale * parts(S) + per_node * nodes(S) + per_byte * kept_bytes(S) + optimizer(S)
+
+are fitted by non-negative least squares on relative errors, drawn to "the parts are right" (1 and zeros). Each
+coefficient is then folded into the nodes and tensors it belongs to, so a profile holds plain sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastictrainer.graph import Graph
+from elastictrainer.profiling.profile import Lane, Memory, Residual
+from elastictrainer.profiling.steps import Stepper, nonnegative_fit
+from elastictrainer.profiling.timing import Alone, PartTimes, deepest
+from elastictrainer.profiling.trace import Trace
+
+__all__ = ["Measured", "calibrate", "calibration_plans", "fit_optimizer", "raw_lane", "run_plans"]
+
+Floats = NDArray[np.float64]
+# How strongly a coefficient is held to its prior, in units of one plan's squared relative error. Scale is known best.
+_TRUST = {"constant": 1e-4, "scale": 1e-2, "per_node": 1e-3, "per_byte": 1e-3}
+_FULL_WEIGHT = 3.0  # every budget is a share of the full step: it must be right
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A plan that was really run: its tensors (by position) and its seconds a step."""
+
+    trained: tuple[int, ...]
+    step_s: float
+
+
+def calibration_plans(graph: Graph, count: int, *, seed: int = 0) -> list[tuple[int, ...]]:
+    """Plans that cover depth and density: everything first, then the head, then every depth, thin and thick by turns."""
+    rng = np.random.default_rng(seed)
+    total = len(graph.tensors)
+    head = tuple(graph.index[name] for name in graph.head) or (0,)
+    plans: list[tuple[int, ...]] = [tuple(range(total)), head]
+    for j in range(max(count - 2, 0)):
+        depth = max(1, round(total * (j + 1) / (count - 1)))
+        density = (1.0, 0.15, 0.5)[j % 3]
+        chosen = set(np.flatnonzero(rng.random(depth) < density).tolist()) | {depth - 1}
+        plans.append(tuple(sorted(chosen)))
+    return plans
+
+
+def run_plans(
+    stepper: Stepper, plans: Sequence[tuple[int, ...]], train: Callable[[Sequence[int]], None], *, rounds: int, steps: int = 1
+) -> tuple[list[Measured], float]:
+    """Time each plan once a round, full steps between them; returns per-plan seconds and the forward pass's.
+
+    A plan's figure is the median over rounds of its ratio to the full steps around it, times the median full step: a
+    machine that is slower for a while changes neither. The first round is warm-up and is dropped.
+    """
+    everything = plans[0]
+    ratios: list[list[float]] = [[] for _ in plans]
+    fulls: list[float] = []
+    forwards: list[float] = []
+    for round_ in range(rounds + 1):
+        times: list[float] = []
+        around: list[float] = []
+        for index, plan in enumerate(plans):
+            if index % 4 == 0:
+                train(everything)
+                around.append(stepper.timed(steps)[0])
+            if index == 0:
+                times.append(around[-1])
+                continue
+            train(plan)
+            seconds, forward_s = stepper.timed(steps)
+            times.append(seconds)
+            if index == 1 and round_:
+                forwards.append(forward_s)
+        if round_:
+            reference = float(np.median(around))
+            fulls += around
+            for index, seconds in enumerate(times):
+                ratios[index].append(1.0 if index == 0 else seconds / reference)
+    full_s = float(np.median(fulls))
+    measured = [Measured(plan, full_s * float(np.median(r))) for plan, r in zip(plans, ratios)]
+    return measured, float(np.median(forwards)) if forwards else 0.0
+
+
+def raw_lane(trace: Trace, parts: PartTimes, alone: dict[int, Alone]) -> Lane:
+    """Divide each operation's time among what it is paid for, before calibration.
+
+    With the deepest tensors alone trained (`passing_s`) an operation pays its fused part and its passing gradients; what
+    it takes beyond that with everything trained is its weights'. The proportions inside each come from `alone`.
+    """
+    graph = trace.graph
+    reached = graph.reached(deepest(trace))
+    sinks = set(deepest(trace))
+    fused, passing = np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes))
+    dw = parts.accumulate_s.copy()
+    for i, row in enumerate(trace.edges):
+        edges = [e for e, target in enumerate(row) if target is not None]
+        active = [e for e in edges if (reached[row[e]] if row[e] >= 0 else -1 - row[e] in sinks)]  # type: ignore[operator, index]
+        resting = [e for e in edges if e not in active]
+        base = parts.passing_s[i] if reached[i] else 0.0
+        rest = parts.all_s[i] - base
+        share = alone.get(i) or Alone(1.0 if active or not resting else 0.0, tuple(1.0 if e in resting else 0.0 for e in range(len(row))))
+        paid = {e: 0.0 for e in edges}
+        whole = share.fused + sum(share.edges[e] for e in active)
+        if reached[i]:
+            fused[i] = base * share.fused / whole if whole > 0 else base
+            for e in active:
+                paid[e] = base * share.edges[e] / whole if whole > 0 else 0.0
+        elif whole > 0:  # leads to one tensor only, so it was not run without it: all its time has one payer
+            fused[i] = rest * share.fused / (share.fused + sum(share.edges[e] for e in edges))
+            rest -= fused[i]
+        weight = sum(share.edges[e] for e in resting)
+        for e in resting:
+            paid[e] = rest * (share.edges[e] / weight if weight > 0 else 1 / len(resting))
+        if not resting:
+            fused[i] += max(rest, 0.0) if not reached[i] else 0.0
+        for e, seconds in paid.items():
+            target = row[e]
+            if target is not None and target >= 0:
+                passing[target] += seconds
+            elif target is not None:
+                dw[-1 - target] += seconds
+    zeros = np.zeros(len(graph.tensors))
+    return Lane(parts.lane, 0.0, 0.0, parts.forward_s, fused, passing, dw, zeros)
+
+
+def fit_optimizer(graph: Graph, plans: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> tuple[float, Floats]:
+    """The optimizer's step as a constant, so much a tensor and so much a byte: (constant, share per tensor)."""
+    nbytes = np.asarray([t.nbytes for t in graph.tensors], dtype=np.float64)
+    rows = np.asarray([[1.0, len(plan), nbytes[list(plan)].sum()] for plan in plans])
+    target = np.asarray(seconds)
+    scale = np.maximum(rows.max(axis=0), 1e-30)
+    weight = 1 / np.maximum(target, 1e-9)
+    fitted = nonnegative_fit(rows / scale * weight[:, None], target * weight, prior=np.zeros(3), trust=np.full(3, 1e-9)) / scale
+    return float(fitted[0]), fitted[1] + fitted[2] * nbytes
+
+
+def calibrate(
+    graph: Graph,
+    memory: Memory,
+    lanes: Sequence[Lane],
+    measured: Sequence[Measured],
+    *,
+    forward_s: Sequence[float],
+    optimizer: Sequence[tuple[float, Floats]],
+) -> tuple[tuple[Lane, ...], Residual]:
+    """Fit the lanes to the measured plans; the residual is of each plan predicted from all the others.
+
+    On CUDA each lane learns from the plans it binds. A lane that binds too few keeps the parts as they were measured.
+    """
+    drafts = [_with_optimizer(lane, f, o) for lane, f, o in zip(lanes, forward_s, optimizer)]
+
+    def fit(rows: Sequence[Measured]) -> list[Lane]:
+        if len(drafts) == 1:
+            return [_fit(graph, memory, drafts[0], rows)]
+        fitted = list(drafts)
+        for _ in range(2):  # who binds may change once the lanes are fitted
+            guesses = [[_predict(graph, [lane], row) for lane in fitted] for row in rows]
+            bound = [int(np.argmax(g)) for g in guesses]
+            fitted = [
+                _fit(graph, memory, draft, [r for r, b in zip(rows, bound) if b == i]) for i, draft in enumerate(drafts)
+            ]
+        return fitted
+
+    unseen = []
+    for left_out in range(1, len(measured)):  # the full step always stays in: it is the unit
+        lanes_without = fit([m for i, m in enumerate(measured) if i != left_out])
+        row = measured[left_out]
+        unseen.append(abs(_predict(graph, lanes_without, row) / row.step_s - 1))
+    residual = Residual(
+        median=float(np.median(unseen)) if unseen else 0.0,
+        p95=float(np.quantile(unseen, 0.95)) if unseen else 0.0,
+        plans=len(unseen),
+    )
+    return tuple(fit(measured)), residual
+
+
+def _predict(graph: Graph, lanes: Sequence[Lane], row: Measured) -> float:
+    trained = np.asarray(row.trained, dtype=np.intp)
+    reached = graph.reached(trained)
+    return max(lane.step_s(reached, trained) for lane in lanes)
+
+
+def _with_optimizer(lane: Lane, forward_s: float, optimizer: tuple[float, Floats]) -> Lane:
+    constant, share = optimizer
+    spread = float(lane.forward_s.sum())
+    forward = lane.forward_s * (forward_s / spread) if spread > 0 else lane.forward_s
+    return Lane(lane.name, forward_s, constant, forward, lane.fused_s, lane.pass_s, lane.dw_s, share)
+
+
+def _kept_per_node(graph: Graph, memory: Memory) -> tuple[Floats, Floats]:
+    """Kept bytes as a sum over nodes and tensors: a storage is charged to the holder nearest the loss."""
+    nodes, tensors = np.zeros(len(graph.nodes)), np.zeros(len(graph.tensors))
+    for storage in memory.storages:
+        if storage.nodes:
+            nodes[min(storage.nodes)] += storage.nbytes
+        elif storage.tensors:
+            tensors[min(storage.tensors, key=lambda k: min(graph.hosts[k]))] += storage.nbytes
+    return nodes, tensors
+
+
+def _fit(graph: Graph, memory: Memory, lane: Lane, rows: Sequence[Measured]) -> Lane:
+    if len(rows) < 3:
+        return lane
+    node_bytes, tensor_bytes = _kept_per_node(graph, memory)
+    features, target = [], []
+    for row in rows:
+        trained = np.asarray(row.trained, dtype=np.intp)
+        reached = graph.reached(trained)
+        parts = lane.reach_s @ reached + lane.dw_s[trained].sum()
+        kept = node_bytes @ reached + tensor_bytes[trained].sum()
+        weight = (_FULL_WEIGHT if len(trained) == len(graph.tensors) else 1.0) / row.step_s
+        features.append([weight, weight * parts, weight * (reached.sum() + len(trained)), weight * kept])
+        target.append(weight * (row.step_s - lane.overhead_s - lane.opt_s[trained].sum()))
+    matrix = np.asarray(features)
+    scale = np.asarray([max(rows[0].step_s, 1e-9), 1.0, 1e-5, 1e-9])  # so that trust means the same for each coefficient
+    trust = np.asarray([_TRUST["constant"], _TRUST["scale"], _TRUST["per_node"], _TRUST["per_byte"]])
+    prior = np.asarray([lane.forward_total_s, 1.0, 0.0, 0.0]) / scale
+    constant, factor, per_node, per_byte = nonnegative_fit(matrix * scale, np.asarray(target), prior=prior, trust=trust) * scale
+    forward_s = min(lane.forward_total_s, constant)
+    return Lane(
+        name=lane.name,
+        forward_total_s=forward_s,
+        overhead_s=lane.overhead_s + constant - forward_s,
+        forward_s=lane.forward_s * (forward_s / lane.forward_total_s if lane.forward_total_s > 0 else 1.0),
+        fused_s=lane.fused_s * factor + per_node + per_byte * node_bytes,
+        pass_s=lane.pass_s * factor,
+        dw_s=lane.dw_s * factor + per_node + per_byte * tensor_bytes,
+        opt_s=lane.opt_s,
+    )

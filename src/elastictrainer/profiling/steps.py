@@ -1,0 +1,124 @@
+"""Real, un-instrumented steps of given plans, on copies of the optimizer's state, so that no weight ever moves."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from elastictrainer.profiling.trace import LossFn
+
+__all__ = ["Stepper", "nonnegative_fit"]
+
+Floats = NDArray[np.float64]
+
+
+class Stepper:
+    """Forward, backward and the optimizer's step of one batch under the plan that stands, timed as a training loop runs.
+
+    The optimizer steps a deep copy of the parameters with the real gradients: the same work on the same shapes. On CUDA
+    a few steps are issued back to back and the clock is read when the device has finished them, as in a loop that does
+    not wait for its loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, batch: Any, optimizer: Optimizer | None, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self.model, self.loss_fn, self.batch = model, loss_fn, batch
+        self.parameters = list(parameters)
+        self.cuda = self.parameters[0].is_cuda
+        self.optimizer = None if optimizer is None else copy.deepcopy(getattr(optimizer, "optimizer", optimizer))
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        if optimizer is not None and self.optimizer is not None:
+            ours = (p for group in optimizer.param_groups for p in group["params"])
+            copies = (p for group in self.optimizer.param_groups for p in group["params"])
+            self.pairs = list(zip(ours, copies))
+
+    def step(self) -> float:
+        """One step; returns the seconds of its forward part (the host's, on CUDA)."""
+        start = time.perf_counter()
+        loss = self.loss_fn(self.model, self.batch)
+        forward_s = time.perf_counter() - start
+        loss.backward()
+        if self.optimizer is not None:
+            for ours, copied in self.pairs:
+                copied.grad = ours.grad
+            self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        for _, copied in self.pairs:
+            copied.grad = None
+        return forward_s
+
+    def timed(self, steps: int = 1) -> tuple[float, float]:
+        """Seconds a step, and of that the forward pass."""
+        if self.cuda:
+            self.step()
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        forward_s = min(self.step() for _ in range(steps))
+        if self.cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps, forward_s
+
+    def optimizer_s(self, names: Sequence[int], *, repeats: int = 3) -> float:
+        """The optimizer's step alone, with gradients for these parameters (by position) only."""
+        if self.optimizer is None:
+            return 0.0
+        wanted = {id(self.parameters[k]) for k in names}
+        best = float("inf")
+        for _ in range(repeats):
+            for ours, copied in self.pairs:
+                copied.grad = torch.zeros_like(copied) if id(ours) in wanted else None
+            if self.cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.optimizer.step()
+            best = min(best, time.perf_counter() - start)
+        for _, copied in self.pairs:
+            copied.grad = None
+        return best
+
+    def device_s(self, part: Callable[[], Any]) -> float:
+        """CUDA only: the device's own time for a part, behind a sleeping kernel so that it never waits for the host."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(1e8))
+        begin.record()
+        part()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    def state_bytes(self) -> list[int]:
+        """Optimizer state per parameter, in bytes (after a step in which each had a gradient)."""
+        if self.optimizer is None:
+            return [0] * len(self.parameters)
+        by_id = {
+            id(ours): sum(v.numel() * v.element_size() for v in self.optimizer.state[copied].values() if isinstance(v, torch.Tensor))
+            for ours, copied in self.pairs
+            if copied in self.optimizer.state
+        }
+        return [by_id.get(id(parameter), 0) for parameter in self.parameters]
+
+
+def nonnegative_fit(features: Floats, target: Floats, *, prior: Floats, trust: Floats) -> Floats:
+    """Least squares of `features @ x = target` with x >= 0, drawn to `prior` with weight `trust` per coefficient.
+
+    A handful of unknowns: coordinate descent is exact enough and needs no scipy.
+    """
+    gram = features.T @ features + np.diag(trust)
+    moment = features.T @ target + trust * prior
+    x = np.maximum(prior.astype(np.float64), 0.0)
+    for _ in range(500):
+        for j in range(len(x)):
+            if gram[j, j] > 0:
+                x[j] = max(0.0, x[j] + (moment[j] - gram[j] @ x) / gram[j, j])
+    return x

@@ -1,0 +1,245 @@
+"""Time the parts of a step where they run: every autograd node by hooks, every forward operation by a dispatch mode.
+
+Three measurements, none of which knows a layer type:
+
+- *in place*, everything trained (`all_s`) and only as much as makes every operation pass (`passing_s`): their difference
+  is what weights' own gradients cost, with the caches and the allocator as they are in real training;
+- *alone*, each of an operation's gradients by itself and all together: what they share (the fused part) and how they
+  divide. Only the proportions are used, since alone an operation finds its data in the cache.
+
+On CUDA there are two clocks. The launch lane is the host's time to issue an operation, read without synchronising. The
+device lane is the time between events, taken behind a sleeping kernel, so that the queue is never empty and an event
+never waits for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import Node as AutogradNode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastictrainer.profiling.trace import Live, LossFn, Trace, forward
+
+__all__ = ["PartTimes", "deepest", "split_alone", "time_parts"]
+
+Floats = NDArray[np.float64]
+ALONE_SHARE = 0.001  # an operation under a thousandth of backward is not worth measuring alone
+_CYCLES_PER_S = 2e9  # an upper estimate of a GPU's clock, for the length of the sleeping kernel
+
+
+@dataclass(frozen=True, eq=False)
+class PartTimes:
+    """Medians over the repeats, in seconds, on one lane; arrays are indexed like the graph's nodes and tensors."""
+
+    lane: str
+    all_s: Floats
+    passing_s: Floats
+    accumulate_s: Floats
+    forward_s: Floats
+
+
+def deepest(trace: Trace) -> tuple[int, ...]:
+    """A small set of tensors that makes every shared operation run: one at each dead end of the graph.
+
+    An operation that leads to a single tensor (a weight's own transpose or cast, the very first layer) belongs to that
+    tensor's price, and is left out.
+    """
+    graph = trace.graph
+    rows = np.unpackbits(graph.leads_to, axis=1, count=len(graph.nodes)).view(np.bool_)
+    shared = rows.sum(axis=0) > 1
+    chosen: list[int] = []
+    covered = np.zeros(len(graph.nodes), dtype=np.bool_)
+    for node in range(len(graph.nodes) - 1, -1, -1):
+        if shared[node] and not covered[node]:
+            below = np.flatnonzero(rows[:, node])
+            # the smallest one: its own gradient is the least disturbance
+            k = min(below.tolist(), key=lambda k: (graph.tensors[k].nbytes, k))
+            chosen.append(k)
+            covered |= rows[k]
+    return tuple(chosen) or ((len(graph.tensors) - 1,) if graph.tensors else ())
+
+
+def time_parts(
+    model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, parameters: Sequence[nn.Parameter], *, repeats: int, warmup: int = 1
+) -> tuple[tuple[PartTimes, ...], tuple[Any, ...]]:
+    """Time every part in place; also returns the geometry of the gradients each operation receives, for `split_alone`.
+
+    Costs `2 * (repeats + warmup)` steps a lane and one more forward pass. `parameters` stand in the graph's order.
+    """
+    cuda = parameters[0].is_cuda
+    sinks = [parameters[k] for k in deepest(trace)]
+    geometry: list[Any] = [None] * len(trace.graph.nodes)
+    lanes = []
+    for lane in ("launch", "device") if cuda else ("cpu",):
+        samples: dict[str, list[tuple[Floats, Floats]]] = {"all": [], "passing": []}
+        for repeat in range(warmup + repeats):
+            for which, inputs in (("all", None), ("passing", sinks)):
+                loss = forward(model, loss_fn, batch)
+                live = trace.locate(loss)
+                seen = geometry if which == "all" and repeat == 0 else None
+                result = _time_backward(live, inputs or list(parameters), lane=lane, geometry=seen)
+                if repeat >= warmup:
+                    samples[which].append(result)
+                for parameter in parameters:
+                    parameter.grad = None
+                del loss, live
+        median = {which: [np.median(np.stack(rows), axis=0) for rows in zip(*runs)] for which, runs in samples.items()}
+        lanes.append(
+            PartTimes(
+                lane=lane,
+                all_s=median["all"][0],
+                passing_s=np.minimum(median["passing"][0], median["all"][0]),
+                accumulate_s=median["all"][1],
+                forward_s=_time_forward(model, loss_fn, batch, trace, synchronise=lane == "device"),
+            )
+        )
+    return tuple(lanes), tuple(geometry)
+
+
+def _time_backward(
+    live: Live, inputs: list[nn.Parameter], *, lane: str, geometry: list[Any] | None
+) -> tuple[Floats, Floats]:
+    nodes = live.operations + live.accumulators
+    begin: list[Any] = [None] * len(nodes)
+    end: list[Any] = [None] * len(nodes)
+    stamp: Callable[[], Any] = _event if lane == "device" else time.perf_counter
+    handles = []
+    for i, node in enumerate(nodes):
+
+        def before(grads: Any, i: int = i) -> None:
+            if geometry is not None and i < len(geometry):
+                geometry[i] = tuple(None if g is None else (g.shape, g.stride(), g.dtype, g.device) for g in grads)
+            begin[i] = stamp()
+
+        def after(_: Any, __: Any, i: int = i) -> None:
+            end[i] = stamp()
+
+        handles += [node.register_prehook(before), node.register_hook(after)]
+    if lane != "cpu":
+        torch.cuda.synchronize()
+    if lane == "device":
+        torch.cuda._sleep(int(_CYCLES_PER_S * (0.02 + 2e-4 * len(nodes))))
+    try:
+        live.loss.backward(inputs=inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if lane != "cpu":
+        torch.cuda.synchronize()
+    if lane == "device":
+        spent = [0.0 if b is None or e is None else b.elapsed_time(e) * 1e-3 for b, e in zip(begin, end)]
+    else:
+        spent = [0.0 if b is None or e is None else e - b for b, e in zip(begin, end)]
+    count = len(live.operations)
+    return np.asarray(spent[:count]), np.asarray(spent[count:])
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class _ForwardTimer(TorchDispatchMode):
+    """Seconds of each operator, with autograd's sequence number at the time: its own node was the last one made."""
+
+    def __init__(self, *, synchronise: bool) -> None:
+        super().__init__()
+        self.synchronise = synchronise
+        self.rows: list[tuple[int, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.synchronise:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        if self.synchronise:
+            torch.cuda.synchronize()
+        self.rows.append((torch.autograd._get_sequence_nr() - 1, time.perf_counter() - start))
+        return out
+
+
+def _time_forward(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, synchronise: bool) -> Floats:
+    """Forward seconds per node: each operator's time goes to the node recorded for it, or to the last one before."""
+    spent = np.zeros(len(trace.graph.nodes))
+    with _ForwardTimer(synchronise=synchronise) as timer:
+        loss = forward(model, loss_fn, batch)
+    numbers = np.asarray([_sequence_number(node) for node in trace.locate(loss).operations])
+    order = np.argsort(numbers)
+    for number, seconds in timer.rows:
+        at = int(np.searchsorted(numbers[order], number, side="right")) - 1
+        if at >= 0:
+            spent[order[at]] += seconds
+    return spent
+
+
+def _sequence_number(node: AutogradNode) -> int:
+    number = getattr(node, "_sequence_nr", None)
+    return int(number()) if callable(number) else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One operation run by itself: the share of all its gradients' work that is fused, and each gradient's own share."""
+
+    fused: float
+    edges: tuple[float, ...]
+
+
+def split_alone(
+    live: Live, trace: Trace, geometry: Sequence[Any], weight_s: Floats, *, repeats: int = 2
+) -> dict[int, Alone]:
+    """Run each operation that has several gradients by itself: one gradient at a time, and all together.
+
+    `weight_s` says how much each operation matters. The values fed in are noise of the right shape: time does not depend
+    on them. Costs about `repeats * (edges + 1)` times the backward pass of the operations measured.
+    """
+    out: dict[int, Alone] = {}
+    total = float(weight_s.sum())
+    cuda = live.loss.is_cuda
+    for i, row in enumerate(trace.edges):
+        edges = [e for e, target in enumerate(row) if target is not None]
+        if len(edges) < 2 or weight_s[i] < ALONE_SHARE * total or geometry[i] is None:
+            continue
+        node = live.operations[i]
+        outputs = [GradientEdge(node, o) for o, g in enumerate(geometry[i]) if g is not None]
+        grads = [_noise(*g) for g in geometry[i] if g is not None]
+        targets = [GradientEdge(*node.next_functions[e]) for e in edges]
+        try:
+            single = [_fastest(outputs, [target], grads, cuda, repeats) for target in targets]
+            together = _fastest(outputs, targets, grads, cuda, repeats)
+        except RuntimeError:
+            continue  # an operation that cannot run alone keeps the in-place figures, undivided
+        fused = min(max((sum(single) - together) / (len(edges) - 1), 0.0), min(single))
+        own = dict(zip(edges, [s - fused for s in single]))
+        whole = fused + sum(own.values())
+        if whole > 0:
+            out[i] = Alone(fused / whole, tuple(own.get(e, 0.0) / whole for e in range(len(row))))
+    return out
+
+
+def _fastest(outputs: Any, inputs: Any, grads: Any, cuda: bool, repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats + 1):  # the first is warm-up, but a minimum needs no care
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+        if cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _noise(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    noise = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return noise.normal_() if dtype.is_floating_point or dtype.is_complex else noise.zero_()

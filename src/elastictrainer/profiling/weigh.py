@@ -1,0 +1,149 @@
+"""Weigh a step: which storages autograd keeps for backward, for whose sake, and what lives only while a node runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from elastictrainer.profiling.profile import Memory, Storage
+from elastictrainer.profiling.timing import deepest
+from elastictrainer.profiling.trace import LossFn, Trace, forward
+
+__all__ = ["tensors_in", "weigh"]
+
+Apply = Callable[[Sequence[int]], None]
+Kept = dict[int, list[tuple[int, int]]]  # node -> (storage, bytes) in the order in which it saved them
+
+
+def weigh(
+    model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, geometry: Sequence[Any], state_bytes: Sequence[int], train: Apply
+) -> Memory:
+    """Run forward under three plans (`train(indices)` applies one) and see what each node keeps under each.
+
+    Everything trained shows all that can be kept and what is shared. With only the deepest tensors trained every node
+    still passes, so what is missing then was kept for a tensor's own gradient; training all but each node's largest
+    tensor tells whether the small ones (biases) need it too. What checkpointing recomputes, and what a custom function
+    hides from autograd, is not seen. Costs four forward passes.
+    """
+    graph = trace.graph
+    count = len(graph.tensors)
+    owned = _owned_tensors(trace)
+    largest = {max(ks, key=lambda k: graph.tensors[k].nbytes) for ks in owned.values() if ks}
+    sinks = set(deepest(trace))
+    fixed = {_storage(t) for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
+
+    train(range(count))
+    everything = _kept(model, loss_fn, batch, trace, fixed)
+    slim = []
+    for plan in (sinks, sinks | set(range(count)) - largest):
+        train(sorted(plan))
+        slim.append(_kept_sizes(model, loss_fn, batch, trace, fixed))
+    passing, small = slim
+    train(range(count))
+
+    holders: dict[int, tuple[int, set[int], set[int]]] = {}
+    for node, saved in everything.items():
+        left_passing, left_small = Counter(passing.get(node, ())), Counter(small.get(node, ()))
+        for storage, nbytes in saved:
+            _, nodes, tensors = holders.setdefault(storage, (nbytes, set(), set()))
+            needed_by_small = left_small[nbytes] > 0
+            left_small[nbytes] -= needed_by_small
+            if left_passing[nbytes] > 0 or not owned[node]:
+                left_passing[nbytes] -= 1
+                nodes.add(node)
+            else:
+                tensors.update(owned[node] if needed_by_small else set(owned[node]) & largest or owned[node])
+    incoming = np.asarray([_grad_bytes(g) for g in geometry], dtype=np.int64)
+    workspace = incoming + np.asarray([sum(incoming[m] for m in n.inputs) for n in graph.nodes], dtype=np.int64)
+    return Memory(
+        base_bytes=_distinct_bytes([*model.parameters(), *model.buffers(), *tensors_in(batch)]),
+        storages=tuple(Storage(n, tuple(sorted(nodes)), tuple(sorted(ks))) for n, nodes, ks in holders.values()),
+        workspace_bytes=workspace,
+        state_bytes=np.asarray(state_bytes, dtype=np.int64),
+    )
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Every tensor of a nested batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors_in(value)
+    elif hasattr(batch, "__dict__"):
+        yield from tensors_in(vars(batch))
+
+
+def _owned_tensors(trace: Trace) -> dict[int, tuple[int, ...]]:
+    """For each node the tensors whose own gradient it makes: hung on it, or behind operations that lead to that one alone."""
+    graph = trace.graph
+    rows = np.unpackbits(graph.leads_to, axis=1, count=len(graph.nodes)).view(np.bool_)
+    lone = {int(n): int(np.flatnonzero(rows[:, n])[0]) for n in np.flatnonzero(rows.sum(axis=0) == 1)}
+    return {
+        i: tuple(dict.fromkeys([*node.tensors, *(lone[m] for m in node.inputs if m in lone)])) for i, node in enumerate(graph.nodes)
+    }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum({_storage(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}.values())
+
+
+def _grad_bytes(geometry: Any) -> int:
+    return sum(int(np.prod(g[0], dtype=np.int64)) * g[2].itemsize for g in geometry or () if g is not None)
+
+
+def _record(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """The loss, still holding what it saved, and (sequence number, storage, bytes) of each tensor saved."""
+    rows: list[tuple[int, int, int]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and _storage(tensor) not in fixed:
+            # autograd makes the node before it saves for it: the last number handed out is the node's own
+            rows.append((torch.autograd._get_sequence_nr() - 1, _storage(tensor), tensor.untyped_storage().nbytes()))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward(model, loss_fn, batch)
+    return loss, rows
+
+
+def _kept(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: set[int]) -> Kept:
+    loss, rows = _record(model, loss_fn, batch, fixed)
+    node_of = {node._sequence_nr(): i for i, node in enumerate(trace.locate(loss).operations)}  # type: ignore[attr-defined]
+    kept: Kept = {}
+    for number, storage, nbytes in rows:
+        if number in node_of:
+            kept.setdefault(node_of[number], []).append((storage, nbytes))
+    return kept
+
+
+def _kept_sizes(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: set[int]) -> dict[int, list[int]]:
+    """The same by size only, for a plan under which the graph is a part of the full one: nodes matched by walking both."""
+    loss, rows = _record(model, loss_fn, batch, fixed)
+    sizes: dict[int, list[int]] = {}
+    for number, _, nbytes in rows:
+        sizes.setdefault(number, []).append(nbytes)
+    matched: dict[int, list[int]] = {}
+    stack = [(loss.grad_fn, 0)]
+    seen = {0}
+    while stack:
+        live, i = stack.pop()
+        matched[i] = sizes.get(live._sequence_nr(), [])  # type: ignore[union-attr]
+        for (target, _), index in zip(live.next_functions, trace.edges[i]):  # type: ignore[union-attr]
+            if target is not None and index is not None and index >= 0 and index not in seen:
+                seen.add(index)
+                stack.append((target, index))
+    return matched
