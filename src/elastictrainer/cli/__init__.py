@@ -9,7 +9,12 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["main"]
+import typer
+from typer.main import get_command
+
+from elastictrainer.errors import ElasticTrainerError
+
+__all__ = ["main", "run"]
 
 _INTERRUPTED = 130
 
@@ -20,16 +25,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: a failure. 2: wrong use. 130: interrupted from the keyboard. An error is one readable line on stderr;
     `--debug` shows its traceback as well.
     """
-    from typer import Abort
-    from typer.main import get_command
-
     from elastictrainer.cli.app import app, load_verbs
 
+    load_verbs()
+    return run(app, sys.argv[1:] if arguments is None else arguments)
+
+
+def run(app: typer.Typer, arguments: Sequence[str]) -> int:
+    """Run one command line through a typer app, with `main`'s exit codes and error lines."""
     state = {"debug": False}
     try:
-        load_verbs()
         code = get_command(app).main(
-            list(sys.argv[1:] if arguments is None else arguments),
+            list(arguments),
             prog_name="elastictrainer",
             standalone_mode=False,
             obj=state,
@@ -39,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (`head`, `less`) has gone. Without this the interpreter would complain once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (KeyboardInterrupt, Abort):
+    except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except Exception as error:
         if state["debug"]:
@@ -52,8 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _line(error: Exception) -> str:
-    from elastictrainer.errors import ElasticTrainerError
-
     where = "elastictrainer"
     if isinstance(error, ElasticTrainerError):
         message = str(error)

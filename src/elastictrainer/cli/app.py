@@ -48,14 +48,14 @@ import typer
 
 from elastictrainer.cli import options
 
-__all__ = ["VERBS", "app", "load_verbs"]
+__all__ = ["VERBS", "App", "app", "load_verbs"]
 
 VERBS = ("train", "profile", "plan", "report", "ls", "doctor")
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
-class _App(typer.Typer):
+class App(typer.Typer):
     """A typer app whose every command also takes `--config` and `--debug`, without the command knowing."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Verb], Verb]:
@@ -89,7 +89,7 @@ def _with_common_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-app = _App(
+app = App(
     name="elastictrainer",
     no_args_is_help=True,
     add_completion=False,

@@ -1,7 +1,8 @@
 """The options that verbs share: one spelling, one help text and one check for each, whatever verb takes it.
 
-A check here refuses what can never be right (a budget that is no budget, a policy that does not exist) while the command
-line or the YAML file is read, before anything is loaded. Whether it fits the model and the data is the library's to say.
+A check here refuses what can never be right (a budget that is no budget, a policy that does not exist) while the
+command line or the YAML file is read, before anything is loaded. Whether it fits the model and the data is the
+library's to say.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+# Two commands for a newcomer:
+#   make demo   fine-tune a pretrained network on real images, in full and within a budget, and compare
+#   make test   everything that CI checks
+# Both make .venv first if it is not there. That needs the network and 8 GB of disk once; after that neither does.
+
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+# One thread a process: the tests' tensors are small, and two processes with two threads each get in each other's way.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types docs tests bench clean
+
+help: ## list these targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+venv: ## make .venv if it is missing or pyproject.toml or constraints.txt have changed
+	@tools/venv.sh $(VENV)
+
+demo: venv ## train the built-in model on the built-in images, in full and within a budget
+	@$(RUN) elastictrainer.demo
+
+# One after the other, whatever -j says: pytest's closing line is to be the last one.
+test: venv ## lint, types, docs (strict), tests and doctests
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory docs
+	@$(MAKE) --no-print-directory tests
+
+lint: venv ## ruff: rules and format
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+
+types: venv ## mypy, strict
+	@$(RUN) mypy
+
+docs: venv ## build the documentation into site/, warnings are errors
+	@$(RUN) mkdocs build --strict --quiet
+	@echo "docs: site/index.html"
+
+tests: venv ## pytest with doctests, warnings are errors
+	@$(TEST_ENV) $(RUN) pytest -q
+
+clean: ## remove everything that can be made again, but not runs/
+	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,125 @@
+"""Exit codes, one-line errors, and what goes where."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from elastictrainer import __version__
+from elastictrainer.cli.output import Output
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("budget", 1, "budget 0.1x cannot be met; the least is 0.3x"),
+        ("config", 2, "model 'x' is not known"),
+        ("bug", 1, "KeyError: 'x' (--debug shows where)"),
+        ("file", 1, "weights.pth: No such file or directory"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_and_an_exit_code(run, kind, code, said):
+    assert run("fail", kind) == (code, "", f"elastictrainer: error: {said}\n")
+
+
+def test_debug_shows_the_traceback_and_the_line_last(run):
+    code, out, err = run("fail", "bug", "--debug")
+    assert (code, out) == (1, "")
+    assert err.startswith("Traceback")
+    assert err.splitlines()[-1].startswith("elastictrainer: error: KeyError")
+
+
+def test_an_interrupt_is_one_line_and_130(run):
+    assert run("fail", "interrupt") == (130, "", "elastictrainer: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show"], "'--model'"),
+        (["show", "--model", "m", "--batch-size", "0"], "'--batch-size'"),
+        (["show", "--model", "m", "--batch-size", "many"], "'--batch-size'"),
+        (["show", "--model", "m", "--lr", "fast"], "'--lr'"),
+        (["show", "--model", "m", "--budget", "half"], "neither a share ('0.5x') nor a time"),
+        (["show", "--modle", "m"], "--modle"),
+        (["show", "--model", "m", "more"], "more"),
+        (["shwo"], "shwo"),
+    ],
+)
+def test_wrong_use_is_one_line_and_2(run, seen, arguments, said):
+    code, out, err = run(*arguments)
+    assert (code, out, seen) == (2, "", [])
+    assert said in err
+    assert err.count("\n") == 1
+    assert "--help" in err
+
+
+def test_no_arguments_show_the_help(main):
+    code, out, err = main()
+    assert code == 2
+    assert "Usage: elastictrainer" in out + err
+
+
+def test_help_and_version_end_well(main):
+    assert main("--version") == (0, f"elastictrainer {__version__}\n", "")
+    code, out, err = main("--help")
+    assert (code, err) == (0, "")
+    assert "doctor" in out
+
+
+def test_json_is_one_document_and_nothing_else(run):
+    code, out, err = run("show", "--model", "m", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"lr": 0.1}
+
+
+def test_a_pipe_gets_plain_aligned_lines(run):
+    code, out, _ = run("show", "--model", "m", "--lr", "0.25")
+    assert code == 0
+    assert out.splitlines() == ["some words", "name  value", "lr     0.25"]
+
+
+def test_a_terminal_gets_a_rich_table_and_no_colour_is_respected():
+    def printed(**environment: str) -> str:
+        leader, follower = pty.openpty()
+        code = "from elastictrainer.cli.output import Output; Output().table(('a', 'b'), [('[red]x', 1)])"
+        subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=follower,
+            check=True,
+            env={**os.environ, "TERM": "xterm", **environment},
+        )
+        os.close(follower)
+        text = os.read(leader, 10_000).decode()
+        os.close(leader)
+        return text
+
+    assert "\x1b[" in printed(NO_COLOR="")
+    plain = printed(NO_COLOR="1")
+    assert "[red]x" in plain  # a name is never markup
+    assert "\x1b[3" not in plain
+
+
+def test_an_empty_table_prints_its_head(capsys):
+    Output().table(("a", "b"), [], title="nothing")
+    assert capsys.readouterr().out == "nothing\na  b\n"
+
+
+def test_help_in_a_pipe_has_no_control_sequence_and_loads_no_torch(shell):
+    done = shell("--help", FORCE_COLOR="")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    code = "import sys; from elastictrainer.cli import main; sys.exit(main(['--help']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

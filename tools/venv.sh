@@ -1,0 +1,68 @@
+#!/bin/sh
+# Make the virtual environment that the Makefile uses, or say in one line why that cannot be done.
+#
+#   tools/venv.sh .venv
+#
+# Does nothing, without any network, when the environment already holds what pyproject.toml and constraints.txt ask for:
+# a stamp in it says what it was made from. PYTHON=/path/to/python3.12 chooses another interpreter.
+set -eu
+
+venv=${1:?usage: tools/venv.sh DIRECTORY}
+needed_kb=8000000 # torch comes with its CUDA libraries: 6 GB unpacked, and pip's downloads beside them
+
+fail() {
+    echo "elastictrainer: $*" >&2
+    exit 1
+}
+
+# Where the checkout lies is part of it: an editable install and a venv's scripts hold absolute paths.
+wanted=$( (pwd -P; cat pyproject.toml constraints.txt tools/venv.sh) | cksum)
+stamp=$venv/.made-from
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c "" 2>/dev/null; then
+    exit 0
+fi
+
+suitable() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+python=
+for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    if suitable "$candidate"; then
+        python=$candidate
+        break
+    fi
+done
+if [ -z "$python" ]; then
+    found=$(python3 --version 2>&1 || true)
+    [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13"
+    fail "Python 3.10 to 3.13 is needed and python3 says '$found'; install one (Debian, Ubuntu: apt install python3 python3-venv)"
+fi
+
+"$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv)"
+
+if ! suitable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    echo "elastictrainer: making $venv with $("$python" --version)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || fail "$python -m venv $venv failed; see above"
+fi
+
+if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
+    free_kb=$(df -Pk "$venv" | awk 'NR == 2 { print $4 }')
+    [ "$free_kb" -ge "$needed_kb" ] ||
+        fail "PyTorch needs $((needed_kb / 1000000)) GB of disk and $(cd "$venv" && pwd) has $((free_kb / 1000000)) GB free; make room and run this again"
+fi
+
+echo "elastictrainer: installing into $venv (once; the first time it takes a few minutes)"
+log=$venv/install.log
+if ! "$venv/bin/python" -m pip install --quiet --retries 2 --disable-pip-version-check -c constraints.txt -e '.[dev]' >"$log" 2>&1; then
+    tail -n 15 "$log" >&2
+    if grep -qiE 'no space left|disk quota' "$log"; then
+        fail "the disk is full; make room and run this again"
+    elif grep -qiE 'name resolution|unreachable|connection (refused|reset|error)|connecttimeout|newconnectionerror|timed out' "$log"; then
+        fail "the package index cannot be reached; the first run needs the network (pip's words are above, all of them in $log)"
+    fi
+    fail "pip could not install the packages (its words are above, all of them in $log)"
+fi
+echo "$wanted" >"$stamp"
