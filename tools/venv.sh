@@ -42,27 +42,28 @@ fi
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv)"
 
+if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null; then
+    free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
+    [ "$free_kb" -ge "$needed_kb" ] ||
+        fail "PyTorch needs $((needed_kb / 1000000)) GB of disk and $(pwd) has $((free_kb / 1000000)) GB free; make room and run this again"
+fi
+
 if ! suitable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     echo "elastictrainer: making $venv with $("$python" --version)"
     rm -rf "$venv"
     "$python" -m venv "$venv" || fail "$python -m venv $venv failed; see above"
 fi
 
-if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
-    free_kb=$(df -Pk "$venv" | awk 'NR == 2 { print $4 }')
-    [ "$free_kb" -ge "$needed_kb" ] ||
-        fail "PyTorch needs $((needed_kb / 1000000)) GB of disk and $(cd "$venv" && pwd) has $((free_kb / 1000000)) GB free; make room and run this again"
-fi
-
 echo "elastictrainer: installing into $venv (once; the first time it takes a few minutes)"
+export PIP_RETRIES="${PIP_RETRIES:-2}" # without a network five, the default, take minutes
 log=$venv/install.log
-if ! "$venv/bin/python" -m pip install --quiet --retries 2 --disable-pip-version-check -c constraints.txt -e '.[dev]' >"$log" 2>&1; then
-    tail -n 15 "$log" >&2
+if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >"$log" 2>&1; then
     if grep -qiE 'no space left|disk quota' "$log"; then
         fail "the disk is full; make room and run this again"
     elif grep -qiE 'name resolution|unreachable|connection (refused|reset|error)|connecttimeout|newconnectionerror|timed out' "$log"; then
-        fail "the package index cannot be reached; the first run needs the network (pip's words are above, all of them in $log)"
+        fail "the package index cannot be reached; the first run needs the network (pip's own words are in $log)"
     fi
-    fail "pip could not install the packages (its words are above, all of them in $log)"
+    tail -n 15 "$log" >&2
+    fail "pip could not install the packages (its last words are above, all of them in $log)"
 fi
 echo "$wanted" >"$stamp"
