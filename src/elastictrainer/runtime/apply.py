@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError, ModelError
+from elastictrainer.runtime.fused import FusedStart
 from elastictrainer.runtime.norms import NormPolicy, check_norm_policy, release_statistics, set_statistics
+from elastictrainer.runtime.state import RestingPolicy, RestingState, check_resting_policy
 
 __all__ = ["Applied", "apply", "unwrap"]
 
@@ -28,6 +30,7 @@ def apply(
     *,
     optimizer: Optimizer | None = None,
     bn: NormPolicy = "frozen",
+    resting_state: RestingPolicy = "keep",
 ) -> Applied:
     """Train the tensors that the plan names and let every other one rest, until `undo()`.
 
@@ -42,22 +45,26 @@ def apply(
 
     Args:
         plan: a `Plan`, or names as in `model.named_parameters()`; a tied tensor goes by any of its names.
-        optimizer: with it, a plan that names a tensor which this optimizer does not hold is refused.
+        optimizer: give it, so that a plan which names a tensor that it does not hold is refused, its state of resting
+            tensors is dealt with, and a fused one can start tensors that wake.
         bn: what running statistics do: `"frozen"`, `"track"` or `"with_owner"`; see `runtime/norms.py`.
+        resting_state: what the optimizer's state of resting tensors does: `"keep"`, `"drop"` (freed, and gone) or
+            `"offload"` (to host memory; on a CPU model the same as keep).
 
     Raises:
         ConfigError: unknown names (all are listed), or tensors that the optimizer does not hold.
 
-    Costs: microseconds a tensor.
+    Costs: microseconds a tensor; with `"offload"`, the copies.
     """
     check_norm_policy(bn)
+    check_resting_policy(resting_state)
     model = unwrap(model)
     names = _Names(model, optimizer)
     trainable = names.resolve(plan)
     standing = _STANDING.get(model)
     if standing is not None:
         standing.undo()
-    applied = Applied(model, names, bn)
+    applied = Applied(model, names, optimizer, bn, resting_state)
     _STANDING[model] = applied
     try:
         applied._put(trainable)
@@ -70,12 +77,21 @@ def apply(
 class Applied:
     """A plan that stands on a model. Made by `apply`; `undo()` restores what was there."""
 
-    def __init__(self, model: nn.Module, names: _Names, bn: NormPolicy) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: _Names,
+        optimizer: Optimizer | None,
+        bn: NormPolicy,
+        resting_state: RestingPolicy,
+    ) -> None:
         # Weakly: _STANDING maps the model to this object and must not keep it alive.
         self._model = weakref.ref(model)
         self._names = names
         self._bn: NormPolicy = bn
         self._before = {name: p.requires_grad for name, p in names.params.items()}
+        self._state = RestingState(optimizer, resting_state)
+        self._fused = FusedStart(optimizer) if optimizer is not None and FusedStart.needed(optimizer) else None
         self._trainable: tuple[str, ...] = ()
         self._undone = False
 
@@ -88,15 +104,16 @@ class Applied:
         """Move to another plan.
 
         A tensor that goes to rest loses the gradient it had accumulated; one that stays keeps it; one that wakes
-        accumulates from the next backward pass on.
+        accumulates from the next backward pass on. Call it, with the same plan, after `optimizer.load_state_dict`.
         """
         if self._undone:
             raise ConfigError("this plan was undone (or replaced by a later apply); call apply(model, plan) again")
         self._put(self._names.resolve(plan))
 
     def undo(self) -> None:
-        """Restore flags and running-statistics modes as they were. Gradients dropped at rest do not come back.
+        """Restore flags and running-statistics modes as they were, and bring offloaded state back.
 
+        What was dropped does not come back: gradients of tensors that went to rest, their state under `"drop"`.
         Calling it again does nothing.
         """
         if self._undone:
@@ -105,10 +122,17 @@ class Applied:
         for name, param in self._names.params.items():
             param.requires_grad_(self._before[name])
         self._trainable = ()
+        self._state.settle(self._names.params.values(), ())
+        if self._fused is not None:
+            self._fused.remove()
         model = self._model()
         if model is not None:
             release_statistics(model)
             _STANDING.pop(model, None)
+
+    def state_bytes(self) -> dict[str, int]:
+        """The optimizer's state of the tensors that rest now, in bytes: `kept` in place, `dropped`, `offloaded`."""
+        return self._state.bytes()
 
     def __enter__(self) -> Applied:
         return self
@@ -135,6 +159,10 @@ class Applied:
                 param.requires_grad_(False)
                 param.grad = None
         self._trainable = trainable
+        self._state.settle(
+            active=[p for name, p in self._names.params.items() if name in chosen],
+            resting=[p for name, p in self._names.params.items() if name not in chosen],
+        )
         set_statistics(model, self._bn)
 
 

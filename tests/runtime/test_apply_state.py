@@ -1,0 +1,197 @@
+"""The optimizer under plans that change: state at rest; fused and foreach steps where some have state and others none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from elastictrainer.errors import ConfigError
+from elastictrainer.runtime.apply import apply
+from elastictrainer.runtime.state import RestingState
+
+PLANS = [("0.weight",), ("0.weight", "2.bias"), ("2.weight", "2.bias"), ("0.bias", "0.weight", "2.weight", "2.bias")]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def backward(model: nn.Module, seed: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Optimizer) -> None:
+    applied = apply(model, PLANS[0], optimizer=optimizer)
+    for seed, plan in enumerate(PLANS):
+        applied.update(plan)
+        for repeat in range(2):
+            optimizer.zero_grad()
+            backward(model, 2 * seed + repeat)
+            optimizer.step()
+    applied.undo()
+
+
+OPTIMIZERS: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
+    (SGD, {"momentum": 0.9}),
+    (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "maximize": True}),
+    (SGD, {}),
+    (Adam, {}),
+    (Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    (AdamW, {}),
+    (RMSprop, {"momentum": 0.9}),
+    (Adagrad, {}),
+]
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_trap_14_tensors_with_and_without_state_step_together(
+    kind: Callable[..., Optimizer], options: dict[str, Any], implementation: str
+) -> None:
+    if kind is RMSprop and implementation == "fused":
+        pytest.skip("torch has no fused RMSprop")
+    model, oracle = net(), net()
+    train(model, kind(model.parameters(), lr=0.1, **options, **{implementation: True}))
+    train(oracle, kind(oracle.parameters(), lr=0.1, **options, foreach=False))
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value, oracle.get_parameter(name), rtol=1e-6, atol=1e-6)
+
+
+def test_trap_14_is_real_on_this_torch() -> None:
+    """The day this fails, runtime/fused.py can go."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model[0].requires_grad_(False)
+    backward(model, 0)
+    optimizer.step()
+    model[0].requires_grad_(True)
+    backward(model, 1)
+    with pytest.raises(TypeError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_fused_sgd_starts_tensors_inside_a_closure_too(dampening: float) -> None:
+    results = []
+    for fused in (True, False):
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=fused)
+        calls: list[int] = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        applied = apply(model, PLANS[0], optimizer=optimizer)
+        for seed, plan in enumerate(PLANS):
+            applied.update(plan)
+            optimizer.zero_grad()
+            loss = optimizer.step(lambda model=model, seed=seed: backward(model, seed))  # type: ignore[misc]
+            assert loss is not None
+            assert {n for n, p in model.named_parameters() if p.grad is not None} == set(plan)
+        assert len(calls) == len(PLANS)
+        applied.undo()
+        assert optimizer.param_groups[0]["dampening"] == dampening
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+def test_fused_sgd_that_overflows_on_a_first_step_starts_from_nothing() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with apply(model, ["2.bias"], optimizer=optimizer):
+        scaler.scale(model(torch.full((2, 4), 1.0)).sum() * float("inf")).backward()
+        before = model[2].bias.detach().clone()
+        scaler.step(optimizer)
+        assert torch.equal(model[2].bias, before)
+        assert not optimizer.state[model[2].bias]["momentum_buffer"].any()
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    return copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def test_keep_keeps_and_counts_bytes() -> None:
+    model = net()
+    optimizer = Adam(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    before = state_of(optimizer)
+    with apply(model, ["2.bias"], optimizer=optimizer) as applied:
+        resting = [p for n, p in model.named_parameters() if n != "2.bias"]
+        expected = sum(t.numel() * t.element_size() for p in resting for t in optimizer.state[p].values())
+        assert applied.state_bytes() == {"kept": expected, "dropped": 0, "offloaded": 0}
+        torch.testing.assert_close(state_of(optimizer), before, rtol=0, atol=0)
+    assert applied.state_bytes() == {"kept": 0, "dropped": 0, "offloaded": 0}
+
+
+def test_drop_frees_and_a_woken_tensor_starts_afresh() -> None:
+    model = net()
+    optimizer = Adam(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    held = {
+        n: sum(t.numel() * t.element_size() for t in optimizer.state[p].values()) for n, p in model.named_parameters()
+    }
+    with apply(model, ["2.bias"], optimizer=optimizer, resting_state="drop") as applied:
+        assert set(optimizer.state) == {model[2].bias}
+        dropped = sum(held.values()) - held["2.bias"]
+        assert applied.state_bytes() == {"kept": 0, "dropped": dropped, "offloaded": 0}
+        applied.update(["2.bias", "0.weight"])
+        assert applied.state_bytes()["dropped"] == dropped - held["0.weight"]
+        optimizer.zero_grad()
+        backward(model, 1)
+        optimizer.step()
+        assert optimizer.state[model[0].weight]["step"] == 1
+        assert optimizer.state[model[2].bias]["step"] == 2
+
+
+def test_offload_on_a_cpu_model_is_keep() -> None:
+    model = net()
+    optimizer = Adam(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    with apply(model, ["2.bias"], optimizer=optimizer, resting_state="offload") as applied:
+        bytes_now = applied.state_bytes()
+        assert bytes_now["offloaded"] == bytes_now["dropped"] == 0
+        assert bytes_now["kept"] > 0
+
+
+def test_offload_moves_each_tensor_away_from_its_own_device_and_back() -> None:
+    """The meta device stands for an accelerator: moves to it are as real as placement goes, and no GPU is needed."""
+    param = nn.Parameter(torch.zeros(6, device="meta"))
+    other = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = Adam([param, other])
+    for p in (param, other):
+        optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(p, device="meta")}
+    state = RestingState(optimizer, "offload")
+    moved: list[str] = []
+    real = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        moved.append(str(device))
+        return torch.zeros(tensor.shape) if str(device) == "cpu" else real(tensor, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", to)
+        state.settle(active=[other], resting=[param])
+        assert optimizer.state[param]["exp_avg"].device.type == "cpu"
+        assert state.bytes() == {"kept": 4, "dropped": 0, "offloaded": 24}
+        state.settle(active=[other], resting=[param])  # again: nothing left to move
+        assert moved == ["cpu"]
+        state.settle(active=[param], resting=[other])
+        assert optimizer.state[param]["exp_avg"].device.type == "meta"
+        assert optimizer.state[param]["step"].device.type == "cpu"
+        assert moved == ["cpu", "meta", "cpu"]
+
+
+def test_a_wrong_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'forget' is not a policy"):
+        apply(net(), ["2.bias"], resting_state="forget")  # type: ignore[arg-type]
