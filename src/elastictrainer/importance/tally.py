@@ -1,0 +1,63 @@
+"""Scores of several batches, added up in double precision and checked as they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from elastictrainer.errors import TrainingError
+
+__all__ = ["Tally", "dot", "values", "wide"]
+
+
+class Tally:
+    """The mean score of each tensor over batches; one that a batch does not reach scores 0 on it."""
+
+    def __init__(self, tensors: Mapping[str, nn.Parameter], *, keep_unreached: bool) -> None:
+        self._tensors = tensors
+        self._sums = dict.fromkeys(tensors.values(), 0.0) if keep_unreached else {}
+        self._batches = 0
+
+    def add(self, place: str, scores: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add one batch's scores. Waits for the device once for each device, not once for each tensor."""
+        by_device: dict[torch.device, list[nn.Parameter]] = {}
+        for parameter, score in scores.items():
+            by_device.setdefault(score.device, []).append(parameter)
+        for parameters in by_device.values():
+            numbers = torch.stack([scores[p] for p in parameters]).tolist()
+            for parameter, number in zip(parameters, numbers):
+                self._check(parameter, number, place)
+                self._sums[parameter] = self._sums.get(parameter, 0.0) + number
+        self._batches += 1
+
+    def mean(self) -> dict[str, float]:
+        return {n: self._sums[p] / self._batches for n, p in self._tensors.items() if p in self._sums}
+
+    def _check(self, parameter: nn.Parameter, number: float, place: str) -> None:
+        if not math.isfinite(number):
+            name = next(name for name, p in self._tensors.items() if p is parameter)
+            raise TrainingError(
+                f"the importance of {name} on {place} is {number}: the gradient, update or weights are not finite; "
+                "look at that batch, lower the learning rate, or pass the gradient scaler if training uses one"
+            )
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """As real numbers of at least single precision: sums over millions of halves would lose them."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.to(torch.promote_types(real.dtype, torch.float32))
+
+
+def values(gradient: Tensor) -> Tensor:
+    """The elements of a gradient, `wide`; of a sparse one, those that are stored, each once."""
+    return wide(gradient.coalesce().values() if gradient.is_sparse else gradient)
+
+
+def dot(gradient: Tensor, change: Tensor) -> Tensor:
+    """`sum_i gradient_i * change_i`, the change `wide`; a sparse gradient reads only the rows that it holds."""
+    if gradient.is_sparse:
+        change = change.sparse_mask(gradient.coalesce()).values()
+    return (values(gradient) * change).sum()
