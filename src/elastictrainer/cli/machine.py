@@ -11,7 +11,7 @@ from elastictrainer.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "resolve_device"]
 
 
 def prepare(
@@ -35,10 +35,11 @@ def prepare(
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the global stream is what foreign transforms draw from
     torch.manual_seed(seed)
-    return _device(device)
+    return resolve_device(device)
 
 
-def _device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device of this name, tried with an empty tensor; `auto` takes CUDA, then Apple's, then the CPU."""
     import torch
 
     if name == "auto":

@@ -35,6 +35,8 @@ __all__ = [
     "LearningRate",
     "Memory",
     "Model",
+    "ModelOptions",
+    "Normalize",
     "Optimizer",
     "Out",
     "Pin",
@@ -104,8 +106,22 @@ Weights = Annotated[
     str | None,
     typer.Option(
         "--weights",
-        help="'pretrained' (the library's own download), 'none', or a local .safetensors, .pth or .pt file.",
+        help="'default' (the library's own download), a .safetensors or .pth file, or a recipe (.yaml) that names one.",
         rich_help_panel=_MODEL,
+    ),
+]
+ModelOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-options",
+        help="What the weights need, for example 'type:BatchNorm2d.eps=1e-3'; may be given again.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Normalize = Annotated[
+    str | None,
+    typer.Option(
+        "--normalize", help="imagenet, inception, none or MEAN/STD; else the model's own.", rich_help_panel=_MODEL
     ),
 ]
 Data = Annotated[
@@ -117,7 +133,10 @@ Data = Annotated[
     ),
 ]
 ImageSize = Annotated[
-    int, typer.Option("--image-size", min=1, help="Side of the square images, in pixels.", rich_help_panel=_MODEL)
+    int | None,
+    typer.Option(
+        "--image-size", min=1, help="Side of the square images, in pixels; else the model's own.", rich_help_panel=_MODEL
+    ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images in a step.", rich_help_panel=_TRAINING)]
 Epochs = Annotated[
