@@ -35,7 +35,7 @@ types: venv ## mypy, strict
 	@$(RUN) mypy
 
 docs: venv ## build the documentation into site/, warnings are errors
-	@$(RUN) mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
 	@echo "docs: site/index.html"
 
 tests: venv ## pytest with doctests, warnings are errors
