@@ -79,6 +79,12 @@ def _registered(module: str, registry: str) -> Callable[[str | None], str | None
     return callback
 
 
+def _read_interval(text: str) -> object:
+    from elastictrainer.runtime.interval import Interval
+
+    return Interval.parse(text)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from elastictrainer import __version__
@@ -135,14 +141,25 @@ Data = Annotated[
 ImageSize = Annotated[
     int | None,
     typer.Option(
-        "--image-size", min=1, help="Side of the square images, in pixels; else the model's own.", rich_help_panel=_MODEL
+        "--image-size",
+        min=1,
+        help="Side of the square images, in pixels; else the model's own.",
+        rich_help_panel=_MODEL,
     ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images in a step.", rich_help_panel=_TRAINING)]
 Epochs = Annotated[
     int, typer.Option("--epochs", min=1, help="Passes over the training data.", rich_help_panel=_TRAINING)
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw.", rich_help_panel=_TRAINING)]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        callback=_registered("elastictrainer.runtime.optimizers", "OPTIMIZERS"),
+        help="sgd (momentum 0.9, decoupled decay), adam or adamw.",
+        rich_help_panel=_TRAINING,
+    ),
+]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.", rich_help_panel=_TRAINING)]
 Policy = Annotated[
     str,
@@ -163,9 +180,12 @@ Importance = Annotated[
     ),
 ]
 Interval = Annotated[
-    float,
+    str,
     typer.Option(
-        "--interval", min=0.0, help="Epochs that a plan stands before the next probe.", rich_help_panel=_BUDGET
+        "--interval",
+        callback=_checked(_read_interval),
+        help="How long a plan stands before the next probe: epochs ('3'), '500steps' or 'auto'.",
+        rich_help_panel=_BUDGET,
     ),
 ]
 Budget = Annotated[
