@@ -47,7 +47,7 @@ def calibration_plans(graph: Graph, count: int, *, seed: int = 0) -> list[tuple[
     head = tuple(graph.index[name] for name in graph.head) or (0,)
     plans: list[tuple[int, ...]] = [tuple(range(total)), head]
     for j in range(max(count - 2, 0)):
-        depth = max(1, round(total * (j + 1) / (count - 1)))
+        depth = max(1, round(total * (j + 1) / (count - 2)))
         density = (1.0, 0.15, 0.5)[j % 3]
         chosen = set(np.flatnonzero(rng.random(depth) < density).tolist()) | {depth - 1}
         plans.append(tuple(sorted(chosen)))
@@ -98,39 +98,37 @@ def raw_lane(trace: Trace, parts: PartTimes, alone: dict[int, Alone]) -> Lane:
     it takes beyond that with everything trained is its weights'. The proportions inside each come from `alone`.
     """
     graph = trace.graph
-    reached = graph.reached(deepest(trace))
-    sinks = set(deepest(trace))
-    fused, passing = np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes))
-    dw = parts.accumulate_s.copy()
+    sinks = deepest(trace)
+    reached = graph.reached(sinks)
+    fused, passing, dw = np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes)), parts.accumulate_s.copy()
+
+    def pay(target: int, seconds: float) -> None:
+        if target >= 0:
+            passing[target] += seconds
+        else:
+            dw[-1 - target] += seconds
+
     for i, row in enumerate(trace.edges):
-        edges = [e for e, target in enumerate(row) if target is not None]
-        active = [e for e in edges if (reached[row[e]] if row[e] >= 0 else -1 - row[e] in sinks)]  # type: ignore[operator, index]
-        resting = [e for e in edges if e not in active]
-        base = parts.passing_s[i] if reached[i] else 0.0
-        rest = parts.all_s[i] - base
-        share = alone.get(i) or Alone(1.0 if active or not resting else 0.0, tuple(1.0 if e in resting else 0.0 for e in range(len(row))))
-        paid = {e: 0.0 for e in edges}
-        whole = share.fused + sum(share.edges[e] for e in active)
-        if reached[i]:
-            fused[i] = base * share.fused / whole if whole > 0 else base
-            for e in active:
-                paid[e] = base * share.edges[e] / whole if whole > 0 else 0.0
-        elif whole > 0:  # leads to one tensor only, so it was not run without it: all its time has one payer
-            fused[i] = rest * share.fused / (share.fused + sum(share.edges[e] for e in edges))
-            rest -= fused[i]
-        weight = sum(share.edges[e] for e in resting)
-        for e in resting:
-            paid[e] = rest * (share.edges[e] / weight if weight > 0 else 1 / len(resting))
-        if not resting:
-            fused[i] += max(rest, 0.0) if not reached[i] else 0.0
-        for e, seconds in paid.items():
-            target = row[e]
-            if target is not None and target >= 0:
-                passing[target] += seconds
-            elif target is not None:
-                dw[-1 - target] += seconds
+        edges = [(e, target) for e, target in enumerate(row) if target is not None]
+        share = alone.get(i, Alone(1.0, (0.0,) * len(row)))  # not measured alone: what is not a weight's is fused
+        # An operation that the deepest tensors do not reach leads to one tensor only: all its time has one payer.
+        own = [(e, t) for e, t in edges if reached[i] and not (reached[t] if t >= 0 else -1 - t in sinks)]
+        shared = [edge for edge in edges if edge not in own]
+        base = parts.passing_s[i] if own else parts.all_s[i]
+        first, *rest = _divide(base, [share.fused, *(share.edges[e] for e, _ in shared)])
+        fused[i] = first
+        for (_, target), seconds in zip(shared, rest):
+            pay(target, seconds)
+        for (_, target), seconds in zip(own, _divide(parts.all_s[i] - base, [share.edges[e] for e, _ in own])):
+            pay(target, seconds)
     zeros = np.zeros(len(graph.tensors))
     return Lane(parts.lane, 0.0, 0.0, parts.forward_s, fused, passing, dw, zeros)
+
+
+def _divide(amount: float, weights: Sequence[float]) -> list[float]:
+    """An amount in proportion to the weights, or evenly if all are zero."""
+    whole = sum(weights)
+    return [amount * (weight / whole if whole > 0 else 1 / len(weights)) for weight in weights]
 
 
 def fit_optimizer(graph: Graph, plans: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> tuple[float, Floats]:

@@ -1,4 +1,4 @@
-"""Time the parts of a step where they run: every autograd node by hooks, every forward operation by a dispatch mode.
+"""Time the parts of a step where they run: every autograd node by hooks, forward at every module's door.
 
 Three measurements, none of which knows a layer type:
 
@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as AutogradNode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastictrainer.profiling.trace import Live, LossFn, Trace, forward
+from elastictrainer.profiling.trace import Live, LossFn, Trace, forward, note_owners
 
 __all__ = ["PartTimes", "deepest", "split_alone", "time_parts"]
 
@@ -99,7 +98,7 @@ def time_parts(
                 all_s=median["all"][0],
                 passing_s=np.minimum(median["passing"][0], median["all"][0]),
                 accumulate_s=median["all"][1],
-                forward_s=_time_forward(model, loss_fn, batch, trace, synchronise=lane == "device"),
+                forward_s=_time_forward(model, loss_fn, batch, trace, weight_s=median["all"][0], lane=lane),
             )
         )
     return tuple(lanes), tuple(geometry)
@@ -149,36 +148,30 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-class _ForwardTimer(TorchDispatchMode):
-    """Seconds of each operator, with autograd's sequence number at the time: its own node was the last one made."""
+def _time_forward(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, weight_s: Floats, lane: str) -> Floats:
+    """Forward seconds per node: the clock is read at every module's door, and what lies between two doors is shared among
+    the nodes recorded there by their backward time.
 
-    def __init__(self, *, synchronise: bool) -> None:
-        super().__init__()
-        self.synchronise = synchronise
-        self.rows: list[tuple[int, float]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.synchronise:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        if self.synchronise:
-            torch.cuda.synchronize()
-        self.rows.append((torch.autograd._get_sequence_nr() - 1, time.perf_counter() - start))
-        return out
-
-
-def _time_forward(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, synchronise: bool) -> Floats:
-    """Forward seconds per node: each operator's time goes to the node recorded for it, or to the last one before."""
-    spent = np.zeros(len(trace.graph.nodes))
-    with _ForwardTimer(synchronise=synchronise) as timer:
+    A dispatch mode would time each operator, but torch decomposes some operators differently while one is active.
+    """
+    stamp: Callable[[], Any] = _event if lane == "device" else time.perf_counter
+    if lane == "device":
+        torch.cuda._sleep(int(_CYCLES_PER_S * (0.02 + 1e-4 * len(trace.graph.nodes))))
+    with note_owners(model, stamp) as owners:
         loss = forward(model, loss_fn, batch)
+        last = stamp()
     numbers = np.asarray([_sequence_number(node) for node in trace.locate(loss).operations])
-    order = np.argsort(numbers)
-    for number, seconds in timer.rows:
-        at = int(np.searchsorted(numbers[order], number, side="right")) - 1
-        if at >= 0:
-            spent[order[at]] += seconds
+    if lane != "cpu":
+        torch.cuda.synchronize()
+    stamps = [*owners.stamps, last]
+    spent = np.zeros(len(numbers))
+    room = np.searchsorted(np.asarray(owners.starts), numbers, side="right") - 1  # the interval each node was recorded in
+    for interval in np.unique(room[room >= 0]):
+        begin, end = stamps[interval], stamps[interval + 1]
+        seconds = begin.elapsed_time(end) * 1e-3 if lane == "device" else end - begin
+        inside = room == interval
+        share = weight_s[inside] + 1e-9
+        spent[inside] += seconds * share / share.sum()
     return spent
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from elastictrainer.errors import ProfileError
 from elastictrainer.graph import Graph, Node, TensorInfo
 
-__all__ = ["Live", "LossFn", "Trace", "forward", "trace"]
+__all__ = ["Live", "LossFn", "Owners", "Trace", "forward", "note_owners", "trace"]
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -75,7 +75,7 @@ def trace(model: nn.Module, loss_fn: LossFn, batch: Any, names: Mapping[str, nn.
 
     Every candidate must require a gradient now. Leaves gradients behind: call it inside `untouched`.
     """
-    with _owners(model) as owners:
+    with note_owners(model) as owners:
         loss = forward(model, loss_fn, batch)
     if loss.grad_fn is None:
         raise ProfileError("the loss does not depend on any trainable parameter: loss_fn must not detach it or run under no_grad")
@@ -167,12 +167,14 @@ def _execution_order(loss: Tensor, met: list[AutogradNode]) -> list[AutogradNode
     return list(ran)
 
 
-class _Owners:
+class Owners:
     """Which module's forward made a node, by the sequence numbers that autograd hands out as it records."""
 
-    def __init__(self) -> None:
-        self.starts: list[int] = [0]
+    def __init__(self, stamp: Callable[[], Any]) -> None:
+        self.stamp = stamp
+        self.starts: list[int] = [torch.autograd._get_sequence_nr()]
         self.names: list[str] = [""]
+        self.stamps: list[Any] = [stamp()]
         self.stack: list[str] = [""]
 
     def enter(self, name: str) -> None:
@@ -186,16 +188,21 @@ class _Owners:
     def _mark(self) -> None:
         self.starts.append(torch.autograd._get_sequence_nr())
         self.names.append(self.stack[-1])
+        self.stamps.append(self.stamp())
 
     def of(self, node: AutogradNode) -> str:
         number = getattr(node, "_sequence_nr", None)
-        return self.names[bisect_right(self.starts, number()) - 1] if callable(number) else ""
+        return self.at(number()) if callable(number) else ""
+
+    def at(self, number: int) -> str:
+        """The innermost module that was running when autograd handed out this sequence number."""
+        return self.names[max(bisect_right(self.starts, number) - 1, 0)]
 
 
 @contextmanager
-def _owners(model: nn.Module) -> Iterator[_Owners]:
-    owners = _Owners()
-    owners.starts[0] = torch.autograd._get_sequence_nr()
+def note_owners(model: nn.Module, stamp: Callable[[], Any] = lambda: None) -> Iterator[Owners]:
+    """Inside, a forward pass of the model notes which module makes which node, and stamps every module's door."""
+    owners = Owners(stamp)
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: owners.enter(name)))
@@ -207,7 +214,7 @@ def _owners(model: nn.Module) -> Iterator[_Owners]:
             handle.remove()
 
 
-def _refuse_reentrant(met: list[AutogradNode], owners: _Owners) -> None:
+def _refuse_reentrant(met: list[AutogradNode], owners: Owners) -> None:
     for node in met:
         if getattr(node, "_forward_cls", None) is CheckpointFunction:
             where = owners.of(node) or "the model"

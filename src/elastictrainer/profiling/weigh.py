@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from elastictrainer.profiling.profile import Memory, Storage
 from elastictrainer.profiling.timing import deepest
-from elastictrainer.profiling.trace import LossFn, Trace, forward
+from elastictrainer.profiling.trace import LossFn, Owners, Trace, forward, note_owners
 
 __all__ = ["tensors_in", "weigh"]
 
@@ -43,13 +43,14 @@ def weigh(
     slim = []
     for plan in (sinks, sinks | set(range(count)) - largest):
         train(sorted(plan))
-        slim.append(_kept_sizes(model, loss_fn, batch, trace, fixed))
+        slim.append(_kept_sizes(model, loss_fn, batch, fixed))
     passing, small = slim
     train(range(count))
 
     holders: dict[int, tuple[int, set[int], set[int]]] = {}
     for node, saved in everything.items():
-        left_passing, left_small = Counter(passing.get(node, ())), Counter(small.get(node, ()))
+        module = graph.nodes[node].module
+        left_passing, left_small = passing.setdefault(module, Counter()), small.setdefault(module, Counter())
         for storage, nbytes in saved:
             _, nodes, tensors = holders.setdefault(storage, (nbytes, set(), set()))
             needed_by_small = left_small[nbytes] > 0
@@ -105,7 +106,7 @@ def _grad_bytes(geometry: Any) -> int:
     return sum(int(np.prod(g[0], dtype=np.int64)) * g[2].itemsize for g in geometry or () if g is not None)
 
 
-def _record(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> tuple[Tensor, list[tuple[int, int, int]]]:
+def _record(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> tuple[Tensor, Owners, list[tuple[int, int, int]]]:
     """The loss, still holding what it saved, and (sequence number, storage, bytes) of each tensor saved."""
     rows: list[tuple[int, int, int]] = []
 
@@ -115,13 +116,13 @@ def _record(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> t
             rows.append((torch.autograd._get_sequence_nr() - 1, _storage(tensor), tensor.untyped_storage().nbytes()))
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with note_owners(model) as owners, saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward(model, loss_fn, batch)
-    return loss, rows
+    return loss, owners, rows
 
 
 def _kept(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: set[int]) -> Kept:
-    loss, rows = _record(model, loss_fn, batch, fixed)
+    loss, _, rows = _record(model, loss_fn, batch, fixed)
     node_of = {node._sequence_nr(): i for i, node in enumerate(trace.locate(loss).operations)}  # type: ignore[attr-defined]
     kept: Kept = {}
     for number, storage, nbytes in rows:
@@ -130,20 +131,10 @@ def _kept(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: se
     return kept
 
 
-def _kept_sizes(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: set[int]) -> dict[int, list[int]]:
-    """The same by size only, for a plan under which the graph is a part of the full one: nodes matched by walking both."""
-    loss, rows = _record(model, loss_fn, batch, fixed)
-    sizes: dict[int, list[int]] = {}
+def _kept_sizes(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> dict[str, Counter[int]]:
+    """How often each size was kept by each module. Not by node: torch may choose other operations for resting tensors."""
+    _loss, owners, rows = _record(model, loss_fn, batch, fixed)
+    sizes: dict[str, Counter[int]] = {}
     for number, _, nbytes in rows:
-        sizes.setdefault(number, []).append(nbytes)
-    matched: dict[int, list[int]] = {}
-    stack = [(loss.grad_fn, 0)]
-    seen = {0}
-    while stack:
-        live, i = stack.pop()
-        matched[i] = sizes.get(live._sequence_nr(), [])  # type: ignore[union-attr]
-        for (target, _), index in zip(live.next_functions, trace.edges[i]):  # type: ignore[union-attr]
-            if target is not None and index is not None and index >= 0 and index not in seen:
-                seen.add(index)
-                stack.append((target, index))
-    return matched
+        sizes.setdefault(owners.at(number), Counter())[nbytes] += 1
+    return sizes

@@ -1,0 +1,72 @@
+"""What every suite shares: where a row was measured, and a table that is a CSV file first and a printout second."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def where(device: str = "cpu") -> dict[str, Any]:
+    """Device, versions and commit, to stand in every row."""
+    import torch
+
+    from elastictrainer.profiling.cache import device_name
+
+    return {
+        "device": device_name(torch.device(device)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit measured, marked when the tree differs from it; machines without git are told by COMMIT."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+    try:
+        run = lambda *a: subprocess.run(["git", *a], capture_output=True, text=True, check=True).stdout.strip()  # noqa: E731
+        changed = run("status", "--porcelain", "--", "src", "benchmarks/*.py")
+        return run("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows whose columns are the union of all keys, in order of appearance; atomically."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows({k: _round(v) for k, v in row.items()} for row in rows)
+    os.replace(temporary, path)
+    print(f"wrote {path} ({len(rows)} rows)", file=sys.stderr)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def print_table(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> None:
+    rows, columns = list(rows), list(columns)
+    cells = [columns] + [[str(_round(row.get(c, ""))) for c in columns] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+
+
+def _round(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

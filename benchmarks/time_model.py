@@ -1,0 +1,197 @@
+"""Predicted against measured: how well a profile knows what a plan costs.
+
+    python benchmarks/time_model.py --device cpu --threads 1 --batch-size 4 --image-size 96
+    python benchmarks/time_model.py --device cuda --batch-size 64 --autocast bf16
+
+For each model: one profile, then random plans of every depth and density (branches split, since tensors are drawn one by
+one), each run for real, interleaved with full steps. Drift of the machine is divided out by those full steps. Beside our
+prediction stands the reference implementation's simpler model, fed with the same measured parts: forward taken as a third
+of the step, branches flattened to the chain of `named_parameters()`.
+
+Writes results/time_model_plans_*.csv (a row a plan) and results/time_model_*.csv (a row a model); prints the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import elastictrainer as et
+from elastictrainer.profiling.steps import Stepper
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import RESULTS, print_table, where, write_csv
+from models import CASES, Case, loss_fn
+
+
+def random_plans(profile: et.Profile, count: int, rng: np.random.Generator) -> list[list[str]]:
+    """Every depth and density: the deepest tensor drawn evenly, the ones above it kept with a random probability."""
+    plans = []
+    for _ in range(count):
+        depth = int(rng.integers(1, len(profile.names) + 1))
+        kept = rng.random(depth) < rng.random()
+        kept[depth - 1] = True
+        plans.append([name for name, keep in zip(profile.names, kept) if keep])
+    return plans
+
+
+def chain_prediction(profile: et.Profile, model: nn.Module, names: list[str]) -> float:
+    """The published model: forward is a third, and everything above the deepest tensor in module order is passed."""
+    lane = max(profile.lanes, key=lambda lane: lane.fixed_s + lane.reach_s.sum() + lane.train_s.sum())
+    order = [name for name, _ in model.named_parameters() if name in profile.graph.index][::-1]
+    at = {name: i for i, name in enumerate(order)}
+    pass_s = np.zeros(len(order))  # each operation's own passing goes to the last tensor that hangs on it
+    host = 0
+    for node, seconds in zip(profile.graph.nodes, lane.reach_s):
+        if node.tensors:
+            host = max(at[profile.names[k]] for k in node.tensors)
+        pass_s[host] += seconds
+    deepest = max(at[name] for name in names)
+    own = sum(lane.dw_s[profile.graph.index[name]] for name in names)
+    backward = pass_s.sum() + lane.dw_s.sum()
+    return profile.full_step_s * (1 / 3 + 2 / 3 * (own + pass_s[:deepest].sum()) / backward)
+
+
+def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+    model = case.make().to(device).train()
+    batch = tuple(t.to(device) for t in case.batch(args.batch_size, args.image_size or case.image_size))
+    if args.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    dtype = {"bf16": torch.bfloat16, "off": None}[args.autocast]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            return loss_fn(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    start = time.perf_counter()
+    profile = et.profile(model, loss, batch, optimizer=optimizer, effort=args.effort)
+    profile_s = time.perf_counter() - start
+
+    plans = random_plans(profile, args.plans, np.random.default_rng(args.seed))
+    stepper = Stepper(model, loss, batch, optimizer, [dict(model.named_parameters())[n] for n in profile.names])
+    steps = 5 if device.type == "cuda" else 1
+    with et.apply(model, profile.names) as applied:
+        stepper.step()
+        ratios: list[list[float]] = [[] for _ in plans]
+        fulls: list[float] = []
+        for _ in range(args.rounds):
+            for row, plan in zip(ratios, plans):
+                applied.update(profile.names)
+                before = stepper.timed(steps)[0]
+                applied.update(plan)
+                seconds = stepper.timed(steps)[0]
+                row.append(seconds)
+                fulls.append(before)
+                row[-1] /= before
+        peaks = [_peak(stepper, applied, plan) for plan in plans] if device.type == "cuda" else [0] * len(plans)
+
+    full_s = float(np.median(fulls))
+    rows = []
+    for plan, row, peak in zip(plans, ratios, peaks):
+        measured = float(np.median(row))
+        predicted = profile.step_s(plan) / profile.full_step_s
+        chain = chain_prediction(profile, model, plan) / profile.full_step_s
+        rows.append(
+            {
+                "model": case.name,
+                "tensors": len(plan),
+                "measured_ratio": measured,
+                "predicted_ratio": predicted,
+                "chain_ratio": chain,
+                "error": predicted / measured - 1,
+                "chain_error": chain / measured - 1,
+                "peak_bytes": peak,
+                "predicted_bytes": profile.peak_bytes(plan),
+            }
+        )
+    absolute = np.abs([r["error"] for r in rows])
+    chain = np.abs([r["chain_error"] for r in rows])
+    summary = {
+        "model": case.name,
+        "batch": args.batch_size,
+        "image": args.image_size or case.image_size,
+        "autocast": args.autocast,
+        "tensors": len(profile.names),
+        "plans": len(rows),
+        "median": float(np.median(absolute)),
+        "p95": float(np.quantile(absolute, 0.95)),
+        "chain_median": float(np.median(chain)),
+        "chain_p95": float(np.quantile(chain, 0.95)),
+        "stated_median": profile.error.median,
+        "stated_p95": profile.error.p95,
+        "full_step_s": full_s,
+        "full_predicted": profile.full_step_s / full_s - 1,
+        "profile_steps": profile_s / full_s,
+        "lane": max(profile.lanes, key=lambda lane: lane.fixed_s + lane.reach_s.sum() + lane.train_s.sum()).name,
+    }
+    if device.type == "cuda":
+        off = np.abs([r["predicted_bytes"] / r["peak_bytes"] - 1 for r in rows])
+        summary |= {"memory_median": float(np.median(off)), "memory_p95": float(np.quantile(off, 0.95))}
+    return rows, summary
+
+
+def _peak(stepper: Stepper, applied: Any, plan: list[str]) -> int:
+    """What the allocator held at most in one step of the plan, less the stepper's own copy of parameters and state."""
+    applied.update(plan)
+    copies = sum(c.numel() * c.element_size() for _, c in stepper.pairs)
+    state = stepper.optimizer.state if stepper.optimizer else {}
+    state_all = sum(v.numel() * v.element_size() for s in state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    mine = sum(
+        v.numel() * v.element_size()
+        for ours, copied in stepper.pairs
+        if ours.requires_grad
+        for v in state[copied].values()
+        if isinstance(v, torch.Tensor)
+    )
+    stepper.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    stepper.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - copies - state_all + mine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(CASES))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--image-size", type=int, default=0, help="default: each model's own")
+    parser.add_argument("--autocast", choices=("off", "bf16"), default="off")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--plans", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--effort", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    here = where(args.device)
+    rows, summaries = [], []
+    tag = f"{args.device}_t{args.threads}_b{args.batch_size}_{args.autocast}"
+    for name in args.models.split(","):
+        plans, summary = run_case(CASES[name], args)
+        rows += [row | here | {"seed": args.seed} for row in plans]
+        summaries.append(summary | here | {"seed": args.seed})
+        print_table([summary], ["model", "median", "p95", "chain_median", "chain_p95", "full_step_s"])
+        write_csv(args.out / f"time_model_plans_{tag}.csv", rows)
+        write_csv(args.out / f"time_model_{tag}.csv", summaries)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    columns = ["model", "median", "p95", "chain_median", "chain_p95", "stated_p95", "full_predicted", "profile_steps", "lane"]
+    print_table(summaries, columns + (["memory_median", "memory_p95"] if args.device == "cuda" else []))
+
+
+if __name__ == "__main__":
+    main()
