@@ -1,4 +1,4 @@
-"""The optimizer under plans that change: state at rest; fused and foreach steps where some have state and others none."""
+"""The optimizer under plans that change: state at rest, and fused and foreach steps over tensors that have none yet."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError, ModelError
 from elastictrainer.runtime.fused import FusedStart
+from elastictrainer.runtime.lean import make_lean, make_plain
 from elastictrainer.runtime.norms import NormPolicy, check_norm_policy, release_statistics, set_statistics
 from elastictrainer.runtime.state import RestingPolicy, RestingState, check_resting_policy
 
@@ -94,6 +95,7 @@ class Applied:
         self._fused = FusedStart(optimizer) if optimizer is not None and FusedStart.needed(optimizer) else None
         self._trainable: tuple[str, ...] = ()
         self._undone = False
+        make_lean(model)
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -128,6 +130,7 @@ class Applied:
         model = self._model()
         if model is not None:
             release_statistics(model)
+            make_plain(model)
             _STANDING.pop(model, None)
 
     def state_bytes(self) -> dict[str, int]:

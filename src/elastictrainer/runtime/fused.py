@@ -3,8 +3,8 @@
 Tried on torch 2.15 over SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, ASGD and Rprop in every
 implementation they have (loop, foreach, fused) with plans that change: all but one start the state of each tensor on
 that tensor's own first step. Fused SGD with momentum starts all buffers of a group together or none: it raises a
-TypeError once a tensor wakes beside others that have momentum. Also, if gradient scaling finds an overflow on that first
-step, it leaves the new buffers uninitialised, and later steps read them.
+TypeError once a tensor wakes beside others that have momentum. Also, if gradient scaling finds an overflow on that
+first step, it leaves the new buffers uninitialised, and later steps read them.
 """
 
 from __future__ import annotations
