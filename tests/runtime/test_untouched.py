@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elastictrainer.errors import ModelError
+from elastictrainer.runtime.apply import apply
 from elastictrainer.runtime.untouched import untouched
 
 
@@ -134,6 +135,15 @@ def test_nested() -> None:
         assert same(snapshot(model)["buffers"], before["buffers"])
         model(torch.randn(4, 3))
     assert same(snapshot(model)["buffers"], before["buffers"])
+
+
+def test_a_held_layer_gets_back_the_mode_that_was_asked_of_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    applied = apply(model, ["0.weight"], bn="frozen")
+    with untouched(model):
+        model.eval()
+    applied.undo()
+    assert model[1].training
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -72,17 +72,8 @@ class Probe:
         place, batch = next(_numbered(batches, "batches"), ("", None))
         if not place:
             raise ConfigError("without names, one batch is needed to see which tensors the loss reaches; pass one")
-        stack: list[Any] = [self._loss(batch, place).grad_fn]
-        seen: set[Any] = set()
-        found: set[Any] = set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            found.add(getattr(node, "variable", None))
-            stack.extend(deeper for deeper, _ in node.next_functions)
-        return found & set(self.parameters)
+        found = {getattr(node, "variable", None) for node in _nodes(self._loss(batch, place))}
+        return {parameter for parameter in self.parameters if parameter in found}
 
     def _loss(self, batch: Any, place: str) -> Tensor:
         loss = self._loss_fn(self._model, batch)
@@ -90,9 +81,11 @@ class Probe:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn returned {what} for {place}; it must return a scalar tensor, such as a mean")
         if not loss.requires_grad:
+            raise self._unreached(place)
+        if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss)):
             raise ModelError(
-                f"the loss of {place} depends on none of the {len(self.parameters)} candidate tensors; "
-                "does loss_fn use the model it is given, without no_grad or detach?"
+                "the model checkpoints its activations in the re-entrant way, which hides the tensors inside and "
+                "cannot be trained in part; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         value = loss.detach()
         if not value.isfinite():
@@ -102,19 +95,19 @@ class Probe:
             )
         return loss.reshape(())
 
+    def _unreached(self, place: str) -> ModelError:
+        return ModelError(
+            f"the loss of {place} depends on none of the {len(self.parameters)} candidate tensors; "
+            "does loss_fn use the model it is given, without no_grad or detach?"
+        )
+
     def _gradients(self, batch: Any, place: str) -> dict[nn.Parameter, Tensor]:
         while True:
             loss = self._loss(batch, place)
-            try:
-                # Not backward(): that would run the hooks by which some training loops step their optimizer.
-                raw = torch.autograd.grad(loss * self._scale, self.parameters, allow_unused=True)
-            except RuntimeError as error:
-                if "use_reentrant" not in str(error):
-                    raise
-                raise ModelError(
-                    "the model checkpoints its activations in the re-entrant way, which can neither be probed nor "
-                    "trained in part; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                ) from error
+            # Not backward(): that would run the hooks by which some training loops step their optimizer.
+            raw = torch.autograd.grad(loss * self._scale, self.parameters, allow_unused=True)
+            if all(gradient is None for gradient in raw):
+                raise self._unreached(place)
             if self._scale == 1.0:
                 return {p: g for p, g in zip(self.parameters, raw) if g is not None}
             # Out of place: autograd may hand one tensor to two parameters.
@@ -122,6 +115,18 @@ class Probe:
             if _all_finite(gradients.values()):
                 return gradients
             self._scale = max(self._scale / 4, 1.0)
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """Autograd's graph, each node once."""
+    stack: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(deeper for deeper, _ in node.next_functions)
 
 
 def _numbered(batches: Iterable[Any], label: str) -> Iterator[tuple[str, Any]]:

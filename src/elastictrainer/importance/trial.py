@@ -121,7 +121,7 @@ def _copy_of(optimizer: Optimizer, piece: Sequence[nn.Parameter], memo: dict[int
         ]
         contents["state"] = defaultdict(dict, {p: s for p, s in optimizer.state.items() if p in chosen})
     try:
-        return _twin(optimizer, contents, memo)
+        twin = _twin(optimizer, contents, memo)
     except (TypeError, RuntimeError, AttributeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -129,6 +129,19 @@ def _copy_of(optimizer: Optimizer, piece: Sequence[nn.Parameter], memo: dict[int
             f"{type(optimizer).__name__} cannot be copied for a trial step: {error}; "
             "use an importance that needs none, such as 'gradient' or 'fisher'"
         ) from error
+    _bring_home(twin)
+    return twin
+
+
+def _bring_home(optimizer: Optimizer) -> None:
+    """Put state that was offloaded to the host while its tensor rests back on the tensor's device."""
+    for group in optimizer.param_groups:
+        counts_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device != parameter.device and (value.dim() or counts_on_device):
+                    state[key] = value.to(parameter.device)
 
 
 def _twin(optimizer: Optimizer, contents: dict[str, Any], memo: dict[int, Any]) -> Optimizer:

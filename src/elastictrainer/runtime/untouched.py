@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from elastictrainer.errors import ModelError
+from elastictrainer.runtime.norms import ASKED
 
 __all__ = ["untouched"]
 
@@ -63,11 +64,13 @@ def _keep_gradients(model: nn.Module, restore: ExitStack) -> None:
 
 
 def _keep_training_flags(model: nn.Module, restore: ExitStack) -> None:
-    kept = [(module, module.training) for module in model.modules()]
+    kept = [(module, module.training, module.__dict__.get(ASKED)) for module in model.modules()]
 
     def put_back() -> None:
-        for module, training in kept:
+        for module, training, asked in kept:
             module.training = training
+            if asked is not None:  # a layer that a plan holds in evaluation mode
+                module.__dict__[ASKED] = asked
 
     restore.callback(put_back)
 
