@@ -1,0 +1,122 @@
+"""Batches in an order and with views that depend on (seed, epoch, sample) alone, from any batch of any epoch on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from elastictrainer.data.augment import Augment, Scaling, prepare
+from elastictrainer.data.hashing import permutation
+from elastictrainer.data.normalisation import Normalisation
+from elastictrainer.data.pixels import Pixels
+from elastictrainer.errors import ConfigError, DataError
+
+__all__ = ["Batch", "Loader"]
+
+
+class Batch(NamedTuple):
+    """`images, labels = batch[:2]`; `indices` name the samples, `views` how each was seen (same code, same pixels)."""
+
+    images: Tensor
+    labels: Tensor
+    indices: Tensor
+    views: Tensor
+
+
+class Loader:
+    """Iterates one split, batch by batch, on its device.
+
+        for epoch in range(epochs):
+            for images, labels, *_ in loader.iterate(epoch):
+                ...
+
+    `iterate` is pure: the same epoch gives the same batches bit for bit, and `start=k` begins with batch k without
+    decoding or touching what was skipped. Plain `for batch in loader` runs the epoch that `set_epoch` named, and the
+    next one each time after.
+
+    Costs nothing between batches but the batch itself: the order and the views of an epoch are computed once, a few
+    numbers a sample, and moved to the device once.
+    """
+
+    def __init__(
+        self,
+        pixels: Pixels,
+        labels: NDArray[np.int64],
+        *,
+        image_size: int,
+        batch_size: int,
+        normalisation: Normalisation,
+        augment: Augment | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size {batch_size} must be at least 1")
+        if drop_last and len(labels) < batch_size:
+            raise DataError(
+                f"{len(labels)} training images are fewer than one batch of {batch_size}: lower the batch size"
+            )
+        self.image_size = image_size
+        self.batch_size = batch_size
+        self.normalisation = normalisation
+        self.augment = augment or Augment()
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.device = torch.device(device)
+        self.epoch = 0
+        self._pixels = pixels
+        self._labels = labels
+        self._scaling = Scaling.of(normalisation, self.device)
+
+    @property
+    def num_samples(self) -> int:
+        """Images in the split, whether or not they fill whole batches."""
+        return len(self._labels)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The class of every sample, by sample index."""
+        return self._labels
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self._labels), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch plain iteration runs next."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self.iterate(epoch)
+
+    def iterate(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from batch `start` on."""
+        if not 0 <= start <= len(self):
+            raise ConfigError(f"start {start} is no batch of an epoch of {len(self)}")
+        count = len(self._labels)
+        order = permutation(self.seed, epoch, count) if self.shuffle else np.arange(count, dtype=np.int64)
+        order = order[start * self.batch_size : len(self) * self.batch_size]
+        views = self.augment.views(self.seed, epoch, order, size=self.image_size).to(self.device)
+        unchanged = self.augment == Augment()
+        labels = torch.from_numpy(self._labels[order]).to(self.device)
+        indices = torch.from_numpy(order)
+        on_device = indices.to(self.device)
+        wanted = on_device if self._pixels.device.type == self.device.type else indices
+        spans = [(at, min(at + self.batch_size, len(order))) for at in range(0, len(order), self.batch_size)]
+        for (at, to), pixels in zip(spans, self._pixels.stream(wanted[at:to] for at, to in spans)):
+            here = pixels.to(self.device, non_blocking=True)
+            images = prepare(here, None if unchanged else views.span(at, to), self._scaling)
+            yield Batch(images, labels[at:to], on_device[at:to], views.code[at:to])
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_samples} images, {len(self)} batches of {self.batch_size}"
+        return f"Loader({shape}, augment {self.augment}, on {self.device})"
