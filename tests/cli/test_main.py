@@ -61,7 +61,7 @@ def test_wrong_use_is_one_line_and_2(run, seen, arguments, said):
 
 def test_no_arguments_show_the_help(main):
     code, out, err = main()
-    assert code == 2
+    assert code in (0, 2)  # click before 8.2 thinks that this is no wrong use
     assert "Usage: elastictrainer" in out + err
 
 

@@ -42,7 +42,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import typer
 
@@ -72,10 +72,10 @@ def _with_common_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     # Typer reads a function's signature and hints, so the two options are added to both and dropped before the call.
     # Their effect is in their callbacks, which run while the command line is parsed.
     common: dict[str, Any] = {"config": options.Config, "debug": options.Debug}
-    hints = get_type_hints(verb, include_extras=True)
-    signature = inspect.signature(verb)
-    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
-    parameters += [
+    # Not typing.get_type_hints: on Python 3.10 it hides an Annotated that has None as its default in an Optional.
+    signature = inspect.signature(verb, eval_str=True)
+    parameters = [
+        *signature.parameters.values(),
         inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options.Config),
         inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=options.Debug),
     ]
@@ -85,7 +85,7 @@ def _with_common_options(verb: Callable[..., Any]) -> Callable[..., Any]:
         return verb(**{key: value for key, value in arguments.items() if key not in common})
 
     wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {**hints, **common}
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped
 
 
