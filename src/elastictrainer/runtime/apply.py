@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError, ModelError
+from elastictrainer.runtime.compilation import Compilations
 from elastictrainer.runtime.fused import FusedStart
 from elastictrainer.runtime.lean import make_lean, make_plain
 from elastictrainer.runtime.norms import NormPolicy, check_norm_policy, release_statistics, set_statistics
+from elastictrainer.runtime.reentrant import unwatch_checkpoints, watch_checkpoints
 from elastictrainer.runtime.state import RestingPolicy, RestingState, check_resting_policy
 
 __all__ = ["Applied", "apply", "unwrap"]
@@ -95,6 +97,7 @@ class Applied:
         self._fused = FusedStart(optimizer) if optimizer is not None and FusedStart.needed(optimizer) else None
         self._trainable: tuple[str, ...] = ()
         self._undone = False
+        self._compilations = Compilations()
         make_lean(model)
 
     @property
@@ -131,11 +134,16 @@ class Applied:
         if model is not None:
             release_statistics(model)
             make_plain(model)
+            unwatch_checkpoints(model)
             _STANDING.pop(model, None)
 
     def state_bytes(self) -> dict[str, int]:
         """The optimizer's state of the tensors that rest now, in bytes: `kept` in place, `dropped`, `offloaded`."""
         return self._state.bytes()
+
+    def compilations(self) -> int:
+        """How many graphs `torch.compile` has built since `apply`: at most one a plan, mode and batch shape."""
+        return self._compilations.count()
 
     def __enter__(self) -> Applied:
         return self
@@ -153,7 +161,8 @@ class Applied:
         model = self._model()
         if model is None:
             raise ModelError("the model that this plan stood on is gone; call apply on the model in use")
-        chosen = set(trainable)
+        chosen = frozenset(trainable)
+        self._compilations.moving_to(chosen)
         for name, param in self._names.params.items():
             if name in chosen:
                 param.requires_grad_(True)
@@ -167,6 +176,7 @@ class Applied:
             resting=[p for name, p in self._names.params.items() if name not in chosen],
         )
         set_statistics(model, self._bn)
+        watch_checkpoints(model)
 
 
 _STANDING: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()

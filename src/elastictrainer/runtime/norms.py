@@ -21,7 +21,7 @@ from torch import nn
 from elastictrainer.errors import ConfigError
 from elastictrainer.runtime.patch import shadow, shadowed, unshadow
 
-__all__ = ["NormPolicy", "check_norm_policy", "release_statistics", "set_statistics", "tracks_statistics"]
+__all__ = ["NormPolicy", "asked_mode", "check_norm_policy", "release_statistics", "set_statistics", "tracks_statistics"]
 
 NormPolicy = Literal["frozen", "track", "with_owner"]
 
@@ -60,6 +60,11 @@ def release_statistics(model: nn.Module) -> None:
     """Give every layer back to `train()` and `eval()`, in the mode that was last asked of it."""
     for module in model.modules():
         _release(module)
+
+
+def asked_mode(module: nn.Module) -> bool:
+    """Training (True) or evaluation, as the last `train()` or `eval()` asked of a layer, held or not."""
+    return bool(module.__dict__.get(ASKED, module.training))
 
 
 def train(self: nn.Module, mode: bool = True) -> nn.Module:
