@@ -34,6 +34,7 @@ class Custom(Optimizer):
 
 
 Make = Callable[[Any], Optimizer]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
@@ -82,25 +83,28 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def batches(count: int, *, seed: int = 0, size: int = 6) -> list[Batch]:
+def batches(count: int, *, seed: int = 0, device: str = "cpu") -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(size, 3, 6, 6, generator=generator), torch.randint(5, (size,), generator=generator))
+        (
+            torch.randn(6, 3, 6, 6, generator=generator).to(device),
+            torch.randint(5, (6,), generator=generator).to(device),
+        )
         for _ in range(count)
     ]
 
 
-def trained(make: Make, *, steps: int = 3, resting: tuple[str, ...] = ()) -> tuple[Net, Optimizer]:
+def trained(make: Make, *, steps: int = 3, resting: tuple[str, ...] = (), device: str = "cpu") -> tuple[Net, Optimizer]:
     """A model and optimizer in the middle of training, two groups with settings of their own, some tensors at rest."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(device)
     head = set(model.head.parameters())
     optimizer = make([{"params": [p for p in model.parameters() if p not in head]}, {"params": list(head), "lr": 0.02}])
     if torch.is_tensor(optimizer.defaults["lr"]):
         optimizer.param_groups[1]["lr"] = torch.tensor(0.02)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in resting)
-    for batch in batches(steps, seed=1):
+    for batch in batches(steps, seed=1, device=device):
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
         optimizer.step()
@@ -120,6 +124,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer, *more: Any) -> list[Any]:
         _frozen(optimizer.state_dict()),
         [_frozen(x.state_dict()) for x in more],
         torch.get_rng_state().numpy().tobytes(),
+        [state.numpy().tobytes() for state in (torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])],
         random.getstate(),
         np.random.get_state()[1].tobytes(),  # noqa: NPY002
     ]
@@ -134,7 +139,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _bits(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.to_dense().numpy().tobytes())
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.to_dense().cpu().numpy().tobytes())
 
 
 def _frozen(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from importance_support import OPTIMIZERS, Batch, Custom, Net, batches, loss_fn, trained
+from importance_support import DEVICES, OPTIMIZERS, Batch, Custom, Net, batches, loss_fn, trained
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +16,7 @@ from elastictrainer.importance import elastic, trial
 from elastictrainer.importance.probe import probing
 from elastictrainer.importance.trial import trial_steps
 
+deterministic = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
 REACHED = ("conv.weight", "norm.weight", "norm.bias", "twice.weight", "twice.bias", "head.weight", "head.bias")
 
 
@@ -35,9 +36,11 @@ def real_step(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 3], ids=["fresh", "running"])
-def test_the_update_is_the_one_the_optimizer_makes_next_bit_for_bit(name: str, steps: int) -> None:
-    model, optimizer = trained(OPTIMIZERS[name], steps=steps)
-    batch = batches(1)[0]
+@pytest.mark.parametrize("device", DEVICES)
+@deterministic
+def test_the_update_is_the_one_the_optimizer_makes_next_bit_for_bit(name: str, steps: int, device: str) -> None:
+    model, optimizer = trained(OPTIMIZERS[name], steps=steps, device=device)
+    batch = batches(1, device=device)[0]
     with probing(model, loss_fn, list(model.parameters())) as probe:
         _, gradients = next(probe.gradients([batch]))
         changes = {p: after - p.detach() for p, after in trial_steps(optimizer, gradients)}

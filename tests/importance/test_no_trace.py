@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from importance_support import OPTIMIZERS, batches, loss_fn, same, snapshot, trained
+from importance_support import DEVICES, OPTIMIZERS, batches, loss_fn, same, snapshot, trained
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastictrainer.errors import TrainingError
@@ -16,13 +16,15 @@ CASES += [(importance, "adam") for importance in IMPORTANCES if importance != "e
 
 @pytest.mark.parametrize(("importance", "name"), CASES)
 @pytest.mark.parametrize("steps", [0, 3], ids=["fresh", "running"])
-def test_bit_identical(importance: str, name: str, steps: int) -> None:
-    model, optimizer = trained(OPTIMIZERS[name], steps=steps, resting=("conv.weight", "norm.bias"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_bit_identical(importance: str, name: str, steps: int, device: str) -> None:
+    model, optimizer = trained(OPTIMIZERS[name], steps=steps, resting=("conv.weight", "norm.bias"), device=device)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     model.norm.eval()
     before = snapshot(model, optimizer, scheduler)
-    IMPORTANCES[importance].fn(model, optimizer, loss_fn, batches(2), gradient_batches=batches(1, seed=5))
-    IMPORTANCES[importance].fn(model, optimizer, loss_fn, batches(2))
+    score, data = IMPORTANCES[importance].fn, batches(2, device=device)
+    score(model, optimizer, loss_fn, data, gradient_batches=batches(1, seed=5, device=device))
+    score(model, optimizer, loss_fn, data)
     after = snapshot(model, optimizer, scheduler)
     for part, (was, now) in enumerate(zip(before, after)):
         assert same(was, now), f"part {part} of the snapshot moved"
