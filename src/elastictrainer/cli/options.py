@@ -134,7 +134,7 @@ Data = Annotated[
     str,
     typer.Option(
         "--data",
-        help="A folder with train/ (val/, test/), a torchvision dataset's name, or 'builtin'.",
+        help="A folder with train/ (val/, test/), 'torchvision:CIFAR10' and its like, or 'builtin'.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -1,0 +1,74 @@
+"""What the pages tell people to type: Python blocks run, command lines exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.main import get_command
+
+from elastictrainer.cli.app import app, load_verbs
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [
+        match["code"] for match in BLOCK.finditer(page.read_text(encoding="utf-8")) if match["language"] == language
+    ]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    found = []
+    for page in PAGES:
+        for code in blocks(page, "sh"):
+            for line in code.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words and words[0] == "elastictrainer":
+                    found.append((page.name, words[1:]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), commands(), ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
+def test_a_command_line_on_a_page_is_one_that_exists(page, words):
+    load_verbs()
+    verbs = get_command(app).commands
+    assert words[0] in verbs, f"{page}: there is no verb {words[0]!r}"
+    known = {spelling for option in verbs[words[0]].params for spelling in option.opts}
+    used = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert used <= known | {"--help"}, f"{page}: elastictrainer {words[0]} has no {', '.join(sorted(used - known))}"
+
+
+def surroundings() -> dict[str, Any]:
+    """What a page that says `model` or `loader` without making one takes for granted."""
+    import elastictrainer as et
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(6)]
+    return {
+        "et": et,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        "loss_fn": lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        "batch": batches[0],
+        **dict.fromkeys(("batches", "loader", "train_loader", "val_loader"), batches),
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_python_on_a_page_runs_when_pasted(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # The README has to stand alone; other pages continue what a reader has.
+    namespace = {} if page.name == "README.md" else surroundings()
+    for number, code in enumerate(blocks(page, "python")):
+        exec(compile(code, f"{page.name} block {number}", "exec"), namespace)
