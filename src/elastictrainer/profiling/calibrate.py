@@ -4,7 +4,7 @@ The parts miss what happens between them: the engine's own work per node, the al
 a GPU that the host may be the one who is late. A handful of real plans is run un-instrumented, interleaved with full
 steps so that a machine that slows down slows both, and the four coefficients of
 
-    step(S) = constant + scale * parts(S) + per_node * nodes(S) + per_byte * kept_bytes(S) + optimizer(S)
+    step(S) = forward + constant + scale * parts(S) + per_node * nodes(S) + per_byte * kept_bytes(S) + optimizer(S)
 
 are fitted by non-negative least squares on relative errors, drawn to "the parts are right" (1 and zeros). Each
 coefficient is then folded into the nodes and tensors it belongs to, so a profile holds plain sums.
@@ -13,7 +13,7 @@ coefficient is then folded into the nodes and tensors it belongs to, so a profil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,20 +218,16 @@ def _fit(graph: Graph, memory: Memory, lane: Lane, rows: Sequence[Measured]) -> 
         kept = node_bytes @ reached + tensor_bytes[trained].sum()
         weight = (_FULL_WEIGHT if len(trained) == len(graph.tensors) else 1.0) / row.step_s
         features.append([weight, weight * parts, weight * (reached.sum() + len(trained)), weight * kept])
-        target.append(weight * (row.step_s - lane.overhead_s - lane.opt_s[trained].sum()))
+        target.append(weight * (row.step_s - lane.fixed_s - lane.opt_s[trained].sum()))
     matrix = np.asarray(features)
     scale = np.asarray([max(rows[0].step_s, 1e-9), 1.0, 1e-5, 1e-9])  # so that trust means the same for each coefficient
     trust = np.asarray([_TRUST["constant"], _TRUST["scale"], _TRUST["per_node"], _TRUST["per_byte"]])
-    prior = np.asarray([lane.forward_total_s, 1.0, 0.0, 0.0]) / scale
+    prior = np.asarray([0.0, 1.0, 0.0, 0.0])
     constant, factor, per_node, per_byte = nonnegative_fit(matrix * scale, np.asarray(target), prior=prior, trust=trust) * scale
-    forward_s = min(lane.forward_total_s, constant)
-    return Lane(
-        name=lane.name,
-        forward_total_s=forward_s,
-        overhead_s=lane.overhead_s + constant - forward_s,
-        forward_s=lane.forward_s * (forward_s / lane.forward_total_s if lane.forward_total_s > 0 else 1.0),
+    return replace(
+        lane,
+        overhead_s=lane.overhead_s + float(constant),
         fused_s=lane.fused_s * factor + per_node + per_byte * node_bytes,
         pass_s=lane.pass_s * factor,
         dw_s=lane.dw_s * factor + per_node + per_byte * tensor_bytes,
-        opt_s=lane.opt_s,
     )

@@ -60,8 +60,8 @@ def deepest(trace: Trace) -> tuple[int, ...]:
     for node in range(len(graph.nodes) - 1, -1, -1):
         if shared[node] and not covered[node]:
             below = np.flatnonzero(rows[:, node])
-            # the smallest one: its own gradient is the least disturbance
-            k = min(below.tolist(), key=lambda k: (graph.tensors[k].nbytes, k))
+            # the smallest one, a bias before its weight: its own gradient is the least disturbance
+            k = min(below.tolist(), key=lambda k: (graph.tensors[k].nbytes, -k))
             chosen.append(k)
             covered |= rows[k]
     return tuple(chosen) or ((len(graph.tensors) - 1,) if graph.tensors else ())
