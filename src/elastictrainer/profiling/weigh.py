@@ -85,13 +85,20 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def _owned_tensors(trace: Trace) -> dict[int, tuple[int, ...]]:
-    """For each node the tensors whose own gradient it makes: hung on it, or behind operations that lead to that one alone."""
+    """For each node the tensors whose own gradient it makes: hung on it, or behind its module's operations on a weight.
+
+    Those (a transpose, a cast, a parametrization) lead to that tensor alone and run inside the module that uses it;
+    the very first layer leads to one tensor too, but it is a module of its own.
+    """
     graph = trace.graph
     rows = np.unpackbits(graph.leads_to, axis=1, count=len(graph.nodes)).view(np.bool_)
     lone = {int(n): int(np.flatnonzero(rows[:, n])[0]) for n in np.flatnonzero(rows.sum(axis=0) == 1)}
-    return {
-        i: tuple(dict.fromkeys([*node.tensors, *(lone[m] for m in node.inputs if m in lone)])) for i, node in enumerate(graph.nodes)
-    }
+
+    def behind(node: int) -> list[int]:
+        module = graph.nodes[node].module
+        return [lone[m] for m in graph.nodes[node].inputs if m in lone and graph.nodes[m].module.startswith(module)]
+
+    return {i: tuple(dict.fromkeys([*node.tensors, *behind(i)])) for i, node in enumerate(graph.nodes)}
 
 
 def _storage(tensor: Tensor) -> int:
