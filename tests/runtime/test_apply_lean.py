@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from elastictrainer.metrics.held import held_bytes
 from elastictrainer.runtime import lean
 from elastictrainer.runtime.apply import apply
 
@@ -216,33 +214,6 @@ def test_a_resting_linear_layer_saves_no_input(shape: tuple[int, ...], bias: boo
     assert [t.numel() for t in saved] == [layer.weight.numel()]
 
 
-class _Births(TorchDispatchMode):
-    """Remembers, weakly, each block of memory that an operation returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                reference = StorageWeakRef(storage)
-                self.blocks[reference.cdata] = (reference, storage.nbytes())
-        return out
-
-
-def held_bytes(forward: Callable[[], Tensor], *, known: nn.Module) -> int:
-    """Bytes that `forward` leaves allocated while its result (a scalar) lives; the model's own tensors do not count."""
-    births = _Births()
-    with births:
-        loss = forward()
-    own = {t.untyped_storage()._cdata for t in (*known.parameters(), *known.buffers())}
-    assert loss.numel() == 1
-    return sum(n for ref, n in births.blocks.values() if not ref.expired() and ref.cdata not in own)
-
-
 def chain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -267,9 +238,9 @@ def test_trap_7_bytes_held_are_those_that_are_needed() -> None:
         return model(x).sum()
 
     with apply(model, ["0.bias"]):
-        by_plan = held_bytes(forward, known=model)
+        by_plan = held_bytes(forward, model)
     oracle = flags_only(model, ["0.bias"])
-    by_flags = held_bytes(lambda: oracle(x).sum(), known=oracle)
+    by_flags = held_bytes(lambda: oracle(x).sum(), oracle)
     small = 4 * 1024  # the loss, vectors of statistics
     # What is needed: the two ReLUs' outputs, as their masks. What flags alone also keep: the inputs of the three batch
     # norms (the outputs of convolutions) and of the last convolution (the output of a batch norm).
@@ -290,9 +261,9 @@ def test_trap_7_real_networks_hold_less_than_under_plain_flags(name: str) -> Non
             module.p = 0.0
     oracle = flags_only(model, plan)
     with apply(model, plan):
-        by_plan = held_bytes(lambda: model(x).sum(), known=model)
+        by_plan = held_bytes(lambda: model(x).sum(), model)
         model(x).sum().backward()
-    by_flags = held_bytes(lambda: oracle(x).sum(), known=oracle)
+    by_flags = held_bytes(lambda: oracle(x).sum(), oracle)
     assert by_plan < 0.7 * by_flags
     oracle(x).sum().backward()
     for n in plan:
@@ -306,10 +277,10 @@ def test_timm_networks_with_fused_norm_and_activation(blanks: list[Tensor]) -> N
     x = torch.randn(2, 3, 64, 64)
     oracle = flags_only(model, ["conv_stem.weight"])
     oracle(x).sum().backward()
-    by_flags = held_bytes(lambda: oracle(x).sum(), known=oracle)
+    by_flags = held_bytes(lambda: oracle(x).sum(), oracle)
     with apply(model, ["conv_stem.weight"]):
         model(x).sum().backward()
-        assert held_bytes(lambda: model(x).sum(), known=model) < 0.7 * by_flags
+        assert held_bytes(lambda: model(x).sum(), model) < 0.7 * by_flags
     assert torch.equal(model.conv_stem.weight.grad, oracle.conv_stem.weight.grad)
     convolutions = sum(isinstance(m, nn.Conv2d) for m in model.modules())
     assert len(blanks) > convolutions  # norms too

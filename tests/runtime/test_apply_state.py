@@ -13,7 +13,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from elastictrainer.errors import ConfigError
 from elastictrainer.runtime.apply import apply
-from elastictrainer.runtime.state import RestingState
 
 PLANS = [("0.weight",), ("0.weight", "2.bias"), ("2.weight", "2.bias"), ("0.bias", "0.weight", "2.weight", "2.bias")]
 
@@ -24,7 +23,8 @@ def net() -> nn.Sequential:
 
 
 def backward(model: nn.Module, seed: int) -> torch.Tensor:
-    loss: torch.Tensor = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().mean()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    loss: torch.Tensor = model(x.to(next(model.parameters()).device)).square().mean()
     loss.backward()
     return loss
 
@@ -164,32 +164,39 @@ def test_offload_on_a_cpu_model_is_keep() -> None:
         assert bytes_now["kept"] > 0
 
 
-def test_offload_moves_each_tensor_away_from_its_own_device_and_back() -> None:
-    """The meta device stands for an accelerator: moves to it are as real as placement goes, and no GPU is needed."""
-    param = nn.Parameter(torch.zeros(6, device="meta"))
-    other = nn.Parameter(torch.zeros(2, device="meta"))
-    optimizer = Adam([param, other])
-    for p in (param, other):
-        optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(p, device="meta")}
-    state = RestingState(optimizer, "offload")
-    moved: list[str] = []
-    real = torch.Tensor.to
-
-    def to(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-        moved.append(str(device))
-        return torch.zeros(tensor.shape) if str(device) == "cpu" else real(tensor, device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", to)
-        state.settle(active=[other], resting=[param])
-        assert optimizer.state[param]["exp_avg"].device.type == "cpu"
-        assert state.bytes() == {"kept": 4, "dropped": 0, "offloaded": 24}
-        state.settle(active=[other], resting=[param])  # again: nothing left to move
-        assert moved == ["cpu"]
-        state.settle(active=[param], resting=[other])
-        assert optimizer.state[param]["exp_avg"].device.type == "meta"
-        assert optimizer.state[param]["step"].device.type == "cpu"
-        assert moved == ["cpu", "meta", "cpu"]
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fused", [False, True])
+def test_offload_goes_to_host_memory_and_comes_back(fused: bool) -> None:
+    results = []
+    for resting_state in ("keep", "offload"):
+        model = net().cuda()
+        optimizer = Adam(model.parameters(), fused=fused)
+        applied = apply(model, PLANS[0], optimizer=optimizer, resting_state=resting_state)  # type: ignore[arg-type]
+        homes: dict[tuple[str, str], torch.device] = {}
+        for seed, plan in enumerate((*PLANS, *PLANS)):
+            applied.update(plan)
+            applied.update(plan)  # again: nothing left to move
+            for name, param in model.named_parameters():
+                for key, value in optimizer.state.get(param, {}).items():
+                    away = resting_state == "offload" and name not in plan
+                    assert value.device.type == "cpu" if away else value.device == homes[name, key]
+            optimizer.zero_grad()
+            backward(model, seed)
+            optimizer.step()
+            for name in plan:
+                state = optimizer.state[model.get_parameter(name)]
+                homes.update({(name, key): value.device for key, value in state.items()})
+        applied.update(["2.bias"])
+        total = sum(t.numel() * t.element_size() for p in model.parameters() for t in optimizer.state[p].values())
+        own = sum(t.numel() * t.element_size() for t in optimizer.state[model[2].bias].values())
+        bytes_now = applied.state_bytes()
+        assert sum(bytes_now.values()) == total - own
+        assert (bytes_now["offloaded"] > 0) == (resting_state == "offload")
+        applied.undo()
+        for name, param in model.named_parameters():
+            assert all(value.device == homes[name, key] for key, value in optimizer.state[param].items())
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
 
 
 def test_a_wrong_policy_is_refused() -> None:
