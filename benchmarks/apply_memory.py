@@ -3,7 +3,7 @@
     python benchmarks/apply_memory.py --models resnet18 resnet50 mobilenet_v2 --batch-size 8 --image-size 64
     python benchmarks/apply_memory.py --device cuda --batch-size 64 --image-size 224
 
-Plans: the last third of the tensors, a random third, all biases, and the first tensor alone (with the head, each). Ways:
+Plans: the last third of the tensors, a random third, all biases, and the first tensor; each with the head. Ways:
 `full` trains everything; `flags` sets `requires_grad` and evaluates batch norm, in plain PyTorch; `apply` is this
 library. Bytes held are counted after the forward pass, block by block; on CUDA the peak of a whole step (parameters,
 momentum and workspace in it) and the median step's seconds stand beside them.
