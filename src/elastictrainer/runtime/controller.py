@@ -1,0 +1,455 @@
+"""Elastic: profile once, then again and again probe, select and apply, so that the run meets its budget."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastictrainer.budget import Budget
+from elastictrainer.errors import CheckpointError, ConfigError, DataError, ProfileError
+from elastictrainer.importance import find_importance
+from elastictrainer.plan import Plan
+from elastictrainer.policies import Pin, Policy, find_policy
+from elastictrainer.profiling import profile as take_profile
+from elastictrainer.profiling.profile import Profile
+from elastictrainer.runtime.apply import Applied, apply, unwrap
+from elastictrainer.runtime.interval import SIMILAR, Interval, similarity
+from elastictrainer.runtime.lookahead import Lookahead
+from elastictrainer.runtime.ranks import from_first_rank, ranks
+from elastictrainer.runtime.steering import Steering
+from elastictrainer.runtime.untouched import untouched
+
+__all__ = ["Elastic"]
+
+Batch = TypeVar("Batch")
+LossFn = Callable[[nn.Module, Any], Tensor]
+FORMAT = 1
+
+
+class Elastic:
+    """Which tensors are worth training now, within a budget, decided again every `interval`.
+
+        elastic = Elastic(model, optimizer, loss_fn, budget="0.5x")
+        for epoch in range(12):
+            for batch in elastic.epoch(loader):      # re-plans when due; plain iteration otherwise
+                loss = loss_fn(model, batch)
+                loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    Nothing happens in the constructor: the model is profiled on the first batch, by when the optimizer, the device and
+    everything else are as they will be used. The optimizer must hold every tensor that may ever train; its param groups
+    are never edited.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)` -> scalar tensor, as in training; autocast, if any, lives inside it.
+        budget: `"0.5x"`: a step may take half of a full one. `"12ms"`: a step may take that long.
+        policy: a name of `et.policies.POLICIES` or a `Policy`.
+        importance: a name of `et.importance.IMPORTANCES`; `None` for the policy's own.
+        interval: epochs (3, as published; fractions are fine), `"500steps"`, or `"auto"`: probe at every epoch and
+            re-plan when the cosine similarity of the scores to those of the standing plan is under 0.8.
+        pin: tensors that always train: `"head"`, names, patterns, or a test of the name.
+        probe_batches: importance is measured on the next so many batches of the loader, which are then trained on as
+            usual: none is lost or drawn twice. They are held in memory meanwhile.
+        memory: a ceiling for what a step holds, as in `"800MiB"`.
+        bn, resting_state: see `et.apply`.
+        profile: a `Profile`, or the path of one; otherwise it is taken, or found in the folder `cache`.
+        deterministic: decide on nothing that is timed while running (feedback off).
+        feedback: let measured step times correct the predictions, so that the run as a whole meets its budget.
+        total_steps: how long the run will be, if known: the last plan then aims at the end of the run.
+        scaler: the GradScaler of the loop, if it has one.
+        on_plan: called with a plain dict at every new plan.
+        around: opened around every decision; what measures the training (memory, say) can look away meanwhile.
+
+    Costs: a profile once (about 100 full steps), and at every re-plan `probe_batches` full steps, a few forward passes
+    and some milliseconds of selection; in between, a clock read a step. `stats` has the seconds of each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        *,
+        budget: str | float | Budget = "0.5x",
+        policy: str | Policy = "elastic",
+        importance: str | None = "elastic",
+        interval: str | float | Interval = 3,
+        pin: Pin = "head",
+        probe_batches: int = 8,
+        memory: str | int | None = None,
+        bn: Literal["frozen", "track", "with_owner"] = "frozen",
+        resting_state: Literal["keep", "drop", "offload"] = "keep",
+        profile: Profile | str | Path | None = None,
+        cache: str | Path | None = None,
+        deterministic: bool = False,
+        feedback: bool = True,
+        seed: int = 0,
+        total_steps: int | None = None,
+        scaler: Any | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_plan: Callable[[dict[str, Any]], None] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        if probe_batches < 1:
+            raise ConfigError(f"probe_batches {probe_batches} must be at least 1")
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.policy = find_policy(policy)
+        self.budget = Budget.parse(budget) if self.policy.within_budget else None
+        self.importance = find_importance(self.policy.importance or importance or "elastic")
+        self.interval = Interval.parse(interval)
+        self.pin, self.memory, self.probe_batches = pin, memory, probe_batches
+        self.seed, self.scaler, self.cache, self.on_plan, self._around = seed, scaler, cache, on_plan, around
+        self.profile: Profile | None = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
+        self.plan: Plan | None = None
+        self.scores: dict[str, float] | None = None
+        self.epochs, self.steps = 0, 0
+        self.overhead_s = dict.fromkeys(("profile", "probe", "select", "apply", "calibrate"), 0.0)
+        self.history: list[dict[str, Any]] = []
+        self._bn, self._resting_state = bn, resting_state
+        self._applied: Applied | None = None
+        self._checked_epoch = -1
+        self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
+        self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
+        self._clock = clock
+        self._steering = Steering(
+            # Ranks that time themselves would each decide something else, so feedback is a single process's.
+            enabled=feedback and not deterministic and self.policy.replans and ranks() == 1,
+            timed=not deterministic and ranks() == 1,
+            budget=self.budget,
+            overlapping=self._device.type != "cpu",
+            total_steps=total_steps,
+        )
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of one epoch, each to be trained on before the next is asked for; re-plans when due.
+
+        Raises:
+            DataError: the loader gave no batch at all.
+            BudgetError: no plan fits; the least feasible budget is stated.
+        """
+        ahead = Lookahead(loader, clock=self._clock)
+        with contextlib.suppress(TypeError):
+            self._steering.steps_per_epoch = len(loader)  # type: ignore[arg-type]  # what has no length raises
+        window = self._steering.window
+        window.open(self._now())
+        try:
+            while True:
+                if self._due():
+                    self._replan(ahead)
+                elif self._applied is None:  # after load_state_dict: the plan is known and not yet on the model
+                    self._stand(ahead.peek(1))
+                held = ahead.held
+                batch = next(ahead, _END)
+                if batch is _END:
+                    break
+                window.waited(ahead.waited_s, already_excluded=held)
+                yield batch  # type: ignore[misc]  # _END is gone
+                self.steps += 1
+                self._epoch_step += 1
+                window.step()
+                if window.full:
+                    self._close_window()
+                    self._steer(batch)
+        finally:
+            self._close_window()
+            window.shut()
+        if self._epoch_step == 0:
+            raise DataError("the loader gave no batch; an epoch of nothing would train nothing")
+        self.epochs += 1
+        self._epoch_step = 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Work inside is not training (evaluation, checkpoints) and is not charged to the budget."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._steering.window.exclude(self._now() - start)
+
+    def undo(self) -> None:
+        """Restore the model's flags as they were before the first plan."""
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
+
+    def __enter__(self) -> Elastic:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    # -- deciding ----------------------------------------------------------------------------------------------------
+
+    def _due(self) -> bool:
+        if self.plan is None:
+            return True
+        if not self.policy.replans:
+            return False
+        new_epoch = self._epoch_step == 0 and self._checked_epoch != self.epochs
+        if self.interval.kind == "auto":
+            return new_epoch
+        if self.interval.kind == "steps":
+            return self.steps - self._plan_step >= self.interval.value
+        if self.interval.value == int(self.interval.value):
+            return new_epoch and self.epochs - self._plan_epoch >= self.interval.value
+        return self.steps - self._plan_step >= self.interval.steps(self._steering.steps_per_epoch)
+
+    def _replan(self, ahead: Lookahead[Any]) -> None:
+        """Probe on the batches that come next; plan anew unless the scores are much the same (`interval="auto"`)."""
+        with self.pause(), self._around():
+            batches = ahead.peek(self.probe_batches if self.policy.needs_scores else min(2, self.probe_batches))
+            if not batches:
+                return  # the loader is at its end; whatever is due is due again at the next epoch's start
+            first = self.plan is None
+            self._steering.saw_wait(ahead.typical_wait_s)
+            self._price(batches[0])
+            self._checked_epoch = self.epochs
+            self._calibrate(batches[0])
+            scores = self._probe(batches)
+            alike = similarity(scores, self.scores) if scores is not None and self.scores is not None else None
+            if self.interval.kind == "auto" and alike is not None and alike >= SIMILAR:
+                return
+            self.scores = scores
+            self._plan_epoch, self._plan_step = self.epochs, self.steps
+            self._adopt(self._choose(), reason="first" if first else "interval", similarity=alike)
+
+    def _steer(self, batch: Any) -> None:
+        """At the end of a window: is the run on its way to its budget? If not, choose again from the same scores."""
+        steering, plan, profile = self._steering, self.plan, self.profile
+        if not steering.enabled or plan is None or profile is None:
+            return
+        if steering.wants_calibration or steering.wants_profile(profile.error.p95):
+            with self.pause(), self._around():
+                self._calibrate(batch)  # a slow machine must not be taken for a wrong profile
+        if steering.wants_profile(profile.error.p95):
+            with self.pause(), self._around():
+                self.undo()
+                self._price(batch, anew=True)
+                self._calibrate(batch)
+                self._adopt(self._choose(), reason="drift")
+        elif steering.wants_trim(profile, plan, horizon=self._horizon()):
+            with self.pause(), self._around():
+                self._calibrate(batch)
+                self._adopt(self._choose(), reason="trim")
+
+    def _horizon(self) -> int:
+        per_epoch = self._steering.steps_per_epoch
+        if self.interval.kind == "auto":
+            left = per_epoch - self._epoch_step
+        else:
+            left = self.interval.steps(per_epoch) - (self.steps - self._plan_step)
+        total = self._steering.total_steps
+        return max(1, left if total is None else min(left, total - self.steps))
+
+    # -- the parts, each timed ---------------------------------------------------------------------------------------
+
+    def _price(self, batch: Any, *, anew: bool = False) -> None:
+        if self.profile is None or anew:
+            before = self.profile
+            with self._charge("profile"):
+                taken = take_profile(
+                    self.model, self.loss_fn, batch, optimizer=self.optimizer, bn=self._bn,
+                    cache=None if anew else self.cache, seed=self.seed,
+                )  # fmt: skip
+                self.profile = Profile.from_dict(from_first_rank(taken.to_dict())) if ranks() > 1 else taken
+            self._steering.profiled(before, self.profile)
+        elif self.plan is None:
+            self._check_given(self.profile)
+
+    def _check_given(self, profile: Profile) -> None:
+        """A profile from elsewhere must be one of this model: the same tensors in the same shapes."""
+        shapes = {name: tuple(p.shape) for name, p in unwrap(self.model).named_parameters(remove_duplicate=False)}
+        wrong = [t.name for t in profile.graph.tensors if shapes.get(t.name) != t.shape]
+        if wrong:
+            raise ProfileError(
+                f"the profile is of another model: {wrong[0]} ({len(wrong)} in all) is not here or in another shape; "
+                "take it again with 'elastictrainer profile'"
+            )
+
+    def _calibrate(self, batch: Any) -> None:
+        if not self._steering.enabled:
+            return
+        with self._charge("calibrate"), untouched(self.model), torch.no_grad():
+            seconds = []
+            for _ in range(16 if self._steering.reference_forward_s is None else 10):
+                start = self._now()
+                self.loss_fn(self.model, batch)
+                seconds.append(self._now() - start)
+        self._steering.timed_forward(median(seconds[1:]))  # the first one warms up
+
+    def _probe(self, batches: list[Any]) -> dict[str, float] | None:
+        if not self.policy.needs_scores:
+            return None
+        assert self.profile is not None
+        with self._charge("probe"):
+            scores: Mapping[str, float] = self.importance.fn(
+                self.model, self.optimizer, self.loss_fn, batches,
+                names=self.profile.names, scaler=self.scaler, seed=self.seed + 1_000_003 * len(self.history),
+            )  # fmt: skip
+        return from_first_rank(dict(scores))
+
+    def _choose(self) -> Plan:
+        assert self.profile is not None
+
+        def plan(prices: Profile, budget: Budget | None) -> Plan:
+            return self.policy.plan(prices, self.scores, budget=budget, pin=self.pin, memory=self.memory)
+
+        with self._charge("select"):
+            return self._steering.choose(self.profile, plan, horizon=self._horizon())
+
+    def _adopt(self, plan: Plan, *, reason: str, similarity: float | None = None) -> None:
+        self.plan = plan
+        self._stand()
+        assert self.profile is not None
+        params = dict(unwrap(self.model).named_parameters())
+        total = sum(p.numel() for p in params.values())
+        event = {
+            "index": len(self.history),
+            "epoch": self.epochs,
+            "step": self.steps,
+            "reason": reason,
+            "similarity": similarity,
+            "id": plan.id,
+            "tensors": len(plan.trainable),
+            "share_trained": sum(params[n].numel() for n in plan.trainable if n in params) / max(total, 1),
+            "predicted_step_s": plan.step_s,
+            "predicted_ratio": plan.ratio,
+            "peak_bytes": plan.peak_bytes,
+            "machine": self._steering.pace.machine,
+            "steps": 0,
+            "spent_s": 0.0,
+            "full_s": 0.0,
+        }
+        self.history.append(event)
+        if self.on_plan is not None:
+            self.on_plan({**event, "plan": plan.to_dict(), "scores": self.scores})
+
+    def _stand(self, batches: list[Any] | None = None) -> None:
+        """Put the plan on the model and tell the account what its steps should cost."""
+        assert self.plan is not None
+        assert self.profile is not None
+        with self._charge("apply"):
+            if self._applied is None:
+                self._applied = apply(
+                    self.model, self.plan, optimizer=self.optimizer, bn=self._bn, resting_state=self._resting_state
+                )
+            else:
+                self._applied.update(self.plan)
+        self._steering.stand(self.profile, self.plan)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    @contextmanager
+    def _charge(self, part: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.overhead_s[part] += self._now() - start
+
+    def _close_window(self) -> None:
+        if self._steering.window.steps and self.profile is not None:
+            spent = self._steering.close(self._now(), self.profile)
+            for key, value in zip(("steps", "spent_s", "full_s"), spent):
+                self.history[-1][key] += value
+
+    # -- what others read --------------------------------------------------------------------------------------------
+
+    @property
+    def ratio(self) -> float | None:
+        """The share of full training that the steps so far have taken."""
+        return self._steering.pace.ratio
+
+    def resting_state_bytes(self) -> dict[str, int]:
+        """The optimizer's state of tensors that rest now, by where it is."""
+        return self._applied.state_bytes() if self._applied is not None else {}
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the run has cost so far, against what was asked and predicted; plain types.
+
+        `measured_ratio` is the seconds of the steps themselves over the seconds of as many full steps on the machine as
+        it was; the seconds in `overhead_s` are the decision-making's and come on top.
+        """
+        pace = self._steering.pace
+        spent = [(h["predicted_ratio"], h["steps"]) for h in self.history if h["steps"]]
+        steps = sum(count for _, count in spent)
+        return {
+            "policy": self.policy.name,
+            "importance": self.importance.name if self.policy.needs_scores else None,
+            "budget": str(self.budget) if self.budget else None,
+            "steps": pace.steps,
+            "spent_s": pace.spent_s,
+            "full_step_s": pace.full_s / pace.steps if pace.steps else None,
+            "step_s": pace.spent_s / pace.steps if pace.steps else None,
+            "predicted_ratio": sum(ratio * count for ratio, count in spent) / steps if steps else None,
+            "measured_ratio": pace.ratio,
+            "machine": pace.machine,
+            "overhead_s": dict(self.overhead_s),
+            "plans": [dict(event) for event in self.history],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on, in plain types that JSON can hold: the profile, the plan, scores and accounts."""
+        return {
+            "format": FORMAT,
+            "policy": self.policy.name,
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "checked_epoch": self._checked_epoch,
+            "plan_epoch": self._plan_epoch,
+            "plan_step": self._plan_step,
+            "epoch_step": self._epoch_step,
+            "profile": self.profile.to_dict() if self.profile else None,
+            "plan": self.plan.to_dict() if self.plan else None,
+            "scores": self.scores,
+            "overhead_s": dict(self.overhead_s),
+            "history": [dict(event) for event in self.history],
+            "steering": self._steering.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`. The plan is put on the model at the next batch, so the order in which model,
+        optimizer and controller are loaded does not matter.
+
+        Raises:
+            CheckpointError: not a state of this controller, or one of another policy.
+        """
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"not a controller's state of format {FORMAT} (found {state.get('format')!r})")
+        if state["policy"] != self.policy.name:
+            raise CheckpointError(
+                f"the state is of policy {state['policy']!r}, and this controller's is {self.policy.name!r}"
+            )
+        self.undo()
+        self.epochs, self.steps = state["epochs"], state["steps"]
+        self._checked_epoch, self._epoch_step = state["checked_epoch"], state["epoch_step"]
+        self._plan_epoch, self._plan_step = state["plan_epoch"], state["plan_step"]
+        self.profile = Profile.from_dict(state["profile"]) if state["profile"] else self.profile
+        self.plan = Plan.from_dict(state["plan"]) if state["plan"] else None
+        self.scores = dict(state["scores"]) if state["scores"] is not None else None
+        self.overhead_s = dict(state["overhead_s"])
+        self.history = [dict(event) for event in state["history"]]
+        self._steering.load_state_dict(state["steering"])
+
+
+_END = object()

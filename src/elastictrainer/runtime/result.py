@@ -1,0 +1,128 @@
+"""Result: the outcome of a run, as `result.json` holds it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Record", "Result", "versions"]
+
+
+@dataclass(slots=True)
+class Record:
+    """What a run has been through so far: the part of a checkpoint that is neither weights nor controller."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    optimizer_steps: int = 0
+    loss_total: float = 0.0
+    loss_count: int = 0
+    eval_s: float = 0.0
+    checkpoint_s: float = 0.0
+    energy_j: float | None = None
+    peak_bytes: int | None = None
+    deciding_peak_bytes: int | None = None
+    flops_by_plan: dict[str, int | None] = field(default_factory=dict)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    best_epoch: int | None = None
+    restarts: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a run.
+
+    `train_s` is training with everything that deciding cost (`overhead_s`), without evaluation and checkpoints.
+    `measured_ratio` is of the steps alone: their seconds over those of as many full steps. `accuracy` holds the
+    validation's per epoch, and the final one of the weights that were kept, on the test data where there are any. What
+    was not measured is None, never a guess.
+    """
+
+    policy: str
+    importance: str | None
+    budget: str | None
+    seed: int
+    device: str
+    torch: str
+    epochs: int
+    batch_size: int | None
+    steps: int
+    train_s: float
+    eval_s: float
+    full_step_s: float | None
+    step_s: float | None
+    predicted_ratio: float | None
+    measured_ratio: float | None
+    accuracy: dict[str, Any]
+    loss: dict[str, Any]
+    best_epoch: int | None
+    overhead_s: dict[str, float]
+    peak_bytes: int | None
+    deciding_peak_bytes: int | None
+    flops: int | None
+    energy_j: float | None
+    energy_meter: str
+    resting_state_bytes: dict[str, int]
+    plans: list[dict[str, Any]]
+    profile_error: dict[str, float]
+    restarts: int
+    config: dict[str, Any]
+    folder: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Result:
+        return cls(**data)
+
+    def __str__(self) -> str:
+        final = self.accuracy.get("final")
+        parts = [f"{self.policy}, {self.epochs} epochs in {self.train_s:.1f} s"]
+        if final is not None:
+            parts.append(f"accuracy {final:.1%} ({self.accuracy['of']})")
+        if self.measured_ratio is not None:
+            parts.append(f"ratio {self.measured_ratio:.3f}" + (f" of {self.budget} asked" if self.budget else ""))
+        return "; ".join(parts)
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """What the figures of a run depend on besides its options."""
+    from elastictrainer import __version__
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{device.type} ({name})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "elastictrainer": __version__,
+        "platform": platform.platform(),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The checkout's commit where this runs from one: read from git's files, so that git need not be installed."""
+    for folder in Path(__file__).resolve().parents:
+        head = folder / ".git" / "HEAD"
+        if head.is_file():
+            text = head.read_text().strip()
+            reference = folder / ".git" / text.removeprefix("ref: ")
+            if not text.startswith("ref: "):
+                return text
+            return reference.read_text().strip() if reference.is_file() else None
+    return None

@@ -1,0 +1,437 @@
+"""Run: what the loop carries along besides the training itself: schedule, records, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from elastictrainer.budget import Budget
+from elastictrainer.errors import CheckpointError, ConfigError
+from elastictrainer.profiling.profile import Profile
+from elastictrainer.runtime.apply import unwrap
+from elastictrainer.runtime.controller import Elastic
+from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
+from elastictrainer.runtime.feed import Feed
+from elastictrainer.runtime.losses import Losses
+from elastictrainer.runtime.meters import Meters
+from elastictrainer.runtime.progress import Board, describe, make_progress
+from elastictrainer.runtime.result import Record, Result, versions
+from elastictrainer.runtime.run_folder import RunFolder
+from elastictrainer.runtime.settings import Settings, batch_size, configuration, length
+from elastictrainer.runtime.streams import read_streams, seed_streams, write_streams
+from elastictrainer.runtime.surroundings import (
+    check_weights,
+    deterministic_kernels,
+    load_weights,
+    modes_restored,
+    with_autocast,
+)
+
+__all__ = ["Run"]
+
+
+class Run:
+    """One run of `fit`. `stack` closes what it opens."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None,
+        settings: Settings,
+        deciding: dict[str, Any],
+        out: str | Path | None,
+        config: dict[str, Any],
+        clock: Callable[[], float],
+        stack: ExitStack,
+    ) -> None:
+        self.model, self.optimizer, self.train_loader, self.val_loader = model, optimizer, train_loader, val_loader
+        self.settings, self.clock = settings, clock
+        self.device = next(model.parameters()).device
+        self.batches_per_epoch = length(train_loader)
+        settings.check(
+            has_validation=val_loader is not None, has_folder=out is not None, steps_per_epoch=self.batches_per_epoch
+        )
+        self.config = {**config, **configuration(model, optimizer, train_loader, settings, deciding)}
+        self.folder: RunFolder | None = None
+        if out is not None:
+            open_folder = RunFolder.reopen if settings.resume else RunFolder.create
+            self.folder = open_folder(out, self.config, environment=versions(self.device))
+            stack.callback(self.folder.close)
+        self.finished = self._finished()
+        if self.finished is not None:
+            return
+
+        stack.enter_context(modes_restored(model))
+        if settings.deterministic:
+            stack.enter_context(deterministic_kernels())
+        seed_streams(settings.seed)
+        self.loss_fn = with_autocast(loss_fn, self.device, settings.autocast)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "fp16")
+        self.metric = settings.metric
+        self.schedule = self._make_schedule()
+        self.record = Record()
+        self.losses = Losses(self.device)
+        self.meters = Meters(self.device, self.record)
+        self.elastic = self._make_elastic(deciding)
+        stack.callback(self.elastic.undo)
+        self._best_in_memory: dict[str, Tensor] | None = None
+        notes = self._resume() if settings.resume and self.folder is not None else []
+        self._saved_at = clock()
+        total = None if self.batches_per_epoch is None else self.batches_per_epoch * settings.epochs
+        self.progress = make_progress(settings.progress, total=total, done=self.record.step)
+        stack.callback(self.progress.close)
+        for note in notes:
+            self.say(note)
+        self.board: Board | None = None
+        if settings.tensorboard and self.folder is not None:
+            self.board = Board(self.folder.path / "tensorboard")
+            stack.callback(self.board.close)
+
+    # -- beginning ---------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> Result | None:
+        """The result of a run that had already ended: its weights are put into the model."""
+        document = self.folder.read_json("result.json") if self.folder is not None else None
+        if document is None or self.folder is None:
+            return None
+        load_weights(self.model, self.folder.read_weights("model.safetensors"))
+        return Result.from_dict(document)
+
+    def _make_schedule(self) -> Any | None:
+        if self.settings.scheduler == "cosine":
+            assert self.batches_per_epoch is not None
+            steps = -(-self.batches_per_epoch // self.settings.accumulate) * self.settings.epochs
+            return CosineAnnealingLR(self.optimizer, T_max=steps)
+        if isinstance(self.settings.scheduler, str):
+            raise ConfigError(
+                f"scheduler {self.settings.scheduler!r} is not known; use 'cosine', None, or a scheduler of your own"
+            )
+        return self.settings.scheduler
+
+    def _make_elastic(self, deciding: dict[str, Any]) -> Elastic:
+        total = None if self.batches_per_epoch is None else self.batches_per_epoch * self.settings.epochs
+        options = dict(deciding)
+        asked = Budget.parse(options.pop("budget"))
+        if asked.kind == "seconds":
+            if total is None:
+                raise ConfigError(
+                    f"budget {asked} is for all steps together, and the loader does not say how many there are"
+                )
+            asked = Budget("seconds", asked.value / total)
+        if options["profile"] is None and self.settings.resume and self.folder is not None:
+            kept = self.folder.read_json("profile.json")
+            options["profile"] = Profile.from_dict(kept) if kept is not None else None
+        return Elastic(
+            self.model, self.optimizer, self.loss_fn, budget=asked, total_steps=total, seed=self.settings.seed,
+            deterministic=self.settings.deterministic, scaler=self.scaler if self.scaler.is_enabled() else None,
+            clock=self.clock, on_plan=self._on_plan, around=self.meters.deciding, **options,
+        )  # fmt: skip
+
+    def _resume(self) -> list[str]:
+        assert self.folder is not None
+        state = self.folder.checkpoints.load()
+        notes = list(self.folder.checkpoints.notes)
+        if state is None:
+            self.folder.wind_back({})
+            return [*notes, f"{self.folder.path} holds no checkpoint yet: from the beginning"]
+        try:
+            load_weights(self.model, state["weights"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.schedule is not None:
+                self.schedule.load_state_dict(state["schedule"])
+            self.scaler.load_state_dict(state["scaler"])
+            self.elastic.load_state_dict(state["elastic"])
+            self.record = Record.from_dict(state["record"])
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.folder.path}: the checkpoint does not fit this model and optimizer: {error}"
+            ) from error
+        self.record.restarts += 1
+        self.meters.record = self.record
+        self.losses.total, self.losses.count = self.record.loss_total, self.record.loss_count
+        self.folder.wind_back(state["logs"])
+        write_streams(state["streams"])
+        return [*notes, f"going on from epoch {self.record.epoch + 1}, step {self.record.step}"]
+
+    # -- an epoch ----------------------------------------------------------------------------------------------------
+
+    @property
+    def goes_on(self) -> bool:
+        record, patience = self.record, self.settings.early_stop
+        if patience is not None and record.best_epoch is not None and record.epoch - 1 - record.best_epoch >= patience:
+            return False
+        return record.epoch < self.settings.epochs
+
+    def begin_epoch(self) -> None:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.meters.begin()
+
+    def feed(self) -> Feed:
+        """The batches of this epoch that are still to come."""
+        return Feed(
+            self.train_loader,
+            epoch=self.record.epoch,
+            start=self.record.batch,
+            seed=self.settings.seed,
+            device=self.device,
+        )
+
+    def count_flops(self, batch: Any) -> None:
+        """Once a plan: the operations of a step of it, counted on an extra one that leaves no trace."""
+        plan = self.elastic.plan
+        assert plan is not None
+        if plan.id not in self.record.flops_by_plan:
+            with self.elastic.pause(), self.meters.paused():
+                self.record.flops_by_plan[plan.id] = self.meters.step_flops(self.model, self.loss_fn, batch)
+
+    @property
+    def group_size(self) -> int:
+        """Batches whose gradients go into the step that the present one belongs to: the last group may be short."""
+        accumulate, batches = self.settings.accumulate, self.batches_per_epoch
+        if batches is None:
+            return 1
+        return min(accumulate, batches - self.record.batch // accumulate * accumulate)
+
+    def stepped(self, loss: Tensor) -> None:
+        """A batch has gone forward and backward."""
+        self.record.step += 1
+        self.record.batch += 1
+        self.losses.add(loss, step=self.record.step)
+        if self.record.step % 10 == 0 or self.device.type == "cpu":
+            self._show()
+
+    @property
+    def gradients_complete(self) -> bool:
+        return self.record.batch % self.settings.accumulate == 0 or self.record.batch == self.batches_per_epoch
+
+    def schedule_step(self, *, skipped: bool) -> None:
+        """After an optimizer step; one that the gradient scaler skipped moves no schedule."""
+        if skipped:
+            return
+        self.record.optimizer_steps += 1
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def end_epoch(self) -> None:
+        """Evaluate, keep the best, write the epoch down, and make it last."""
+        record = self.record
+        self.losses.check(step=record.step)
+        self.meters.end()
+        score = self.evaluate(self.val_loader) if self.val_loader is not None else None
+        if score is not None:
+            best = record.scores[record.best_epoch] if record.best_epoch is not None else None
+            if score.better_than(Score(**best) if best else None):
+                record.best_epoch = record.epoch
+                self._keep_best()
+            record.scores.append(score.to_dict())
+        record.losses.append(self.losses.mean)
+        self._write_epoch(score)
+        self.losses.reset()
+        record.epoch, record.batch = record.epoch + 1, 0
+        self.checkpoint()
+
+    def evaluate(self, loader: Iterable[Any]) -> Score:
+        start = self.clock()
+        # The same order and transforms each time, from a stream of its own: evaluating changes nothing in training.
+        batches = Feed(loader, epoch=0, start=0, seed=self.settings.seed + 1, device=self.device)
+        if self.metric == "auto":
+            self.metric = top1 if is_classified(next(iter(batches), None)) else None
+        metric = with_autocast(self.metric, self.device, self.settings.autocast) if self.metric is not None else None
+        score = evaluate(self.model, self.loss_fn, batches, metric=metric, device=self.device)
+        self.record.eval_s += self.clock() - start
+        return score
+
+    def _write_epoch(self, score: Score | None) -> None:
+        stats, record = self.elastic.stats, self.record
+        line = {
+            "epoch": record.epoch + 1,
+            "step": record.step,
+            "loss": self.losses.mean,
+            "val_loss": score.loss if score else None,
+            "val_accuracy": score.accuracy if score else None,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "train_s": _train_s(stats),
+            "eval_s": record.eval_s,
+            "step_s": stats["step_s"],
+            "full_step_s": stats["full_step_s"],
+            "predicted_ratio": stats["predicted_ratio"],
+            "measured_ratio": stats["measured_ratio"],
+            "overhead_s": stats["overhead_s"],
+            "share_trained": stats["plans"][-1]["share_trained"],
+            "plan": stats["plans"][-1]["id"],
+            "peak_bytes": record.peak_bytes,
+            "energy_j": record.energy_j,
+        }
+        if self.folder is not None:
+            self.folder.log("metrics.jsonl", line)
+        if self.board is not None:
+            self.board.add(record.step, line)
+        self._show()
+        figures = self._fields(self.losses.mean, score.accuracy if score else None)
+        self.say(f"epoch {line['epoch']}/{self.settings.epochs}  {describe(figures)}")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_due(self) -> bool:
+        return self.folder is not None and self.clock() - self._saved_at >= self.settings.checkpoint_every_s
+
+    def checkpoint(self) -> None:
+        """Make everything so far last. Only what is finite is saved, so the last checkpoint is always a good one."""
+        if self.folder is None:
+            return
+        with self.elastic.pause(), self.meters.paused():
+            start = self.clock()
+            self.losses.check(step=self.record.step)
+            check_weights(self.model, step=self.record.step)
+            self.record.loss_total, self.record.loss_count = self.losses.total, self.losses.count
+            state = {
+                "weights": unwrap(self.model).state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+                "scaler": self.scaler.state_dict(),
+                "elastic": self.elastic.state_dict(),
+                "record": self.record.to_dict(),
+                "streams": read_streams(),
+                "logs": self.folder.log_lengths(),
+            }
+            best = self.record.best_epoch
+            self.folder.checkpoints.save(state, refers_to=() if best is None else (_best_name(best),))
+            self._saved_at = self.clock()
+            self.record.checkpoint_s += self._saved_at - start
+
+    def _keep_best(self) -> None:
+        weights = unwrap(self.model).state_dict()
+        if self.folder is not None:
+            name = f"checkpoint/{_best_name(self.record.epoch)}"
+            self.folder.write_weights(name, weights, {"epoch": str(self.record.epoch + 1)})
+        else:
+            self._best_in_memory = {key: value.detach().clone() for key, value in weights.items()}
+
+    def how_to_go_on(self, what: str) -> str:
+        """Where the run stands for whoever wants to continue it."""
+        if self.folder is None:
+            return f"{what}: none, since no folder was given (out=)"
+        kept = self.folder.checkpoints.generations()
+        if not kept:
+            return f"{what}: none yet in {self.folder.path}"
+        return f"{what}: {kept[-1]}; go on with resume=True (--resume) and out={str(self.folder.path)!r}"
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def end(self, test_loader: Iterable[Any] | None) -> Result:
+        """Take the best weights, evaluate them on the test data if there are any, and write everything down."""
+        record = self.record
+        last = record.epoch - 1
+        kept = record.best_epoch if record.best_epoch is not None else last
+        if kept != last:
+            if self.folder is not None:
+                self.folder.write_weights("last.safetensors", unwrap(self.model).state_dict(), {"epoch": str(last + 1)})
+                load_weights(self.model, self.folder.read_weights(f"checkpoint/{_best_name(kept)}"))
+            elif self._best_in_memory is not None:
+                load_weights(self.model, self._best_in_memory)
+        test = self.evaluate(test_loader) if test_loader is not None else None
+        result = self._result(test, kept)
+        if self.folder is not None:
+            self.folder.write_weights("model.safetensors", unwrap(self.model).state_dict(), {"epoch": str(kept + 1)})
+            self.folder.write_json("result.json", result.to_dict())
+        return result
+
+    def _result(self, test: Score | None, kept: int) -> Result:
+        record, stats = self.record, self.elastic.stats
+        final = test.to_dict() if test else record.scores[kept] if record.scores else None
+        profile = self.elastic.profile
+        assert profile is not None
+        steps = {event["id"]: 0 for event in stats["plans"]}
+        for event in stats["plans"]:
+            steps[event["id"]] += event["steps"]
+        flops = [record.flops_by_plan.get(plan) for plan, count in steps.items() if count]
+        counts = [count for count in steps.values() if count]
+        return Result(
+            policy=stats["policy"],
+            importance=stats["importance"],
+            budget=self.config["budget"] if stats["budget"] else None,
+            seed=self.settings.seed,
+            device=versions(self.device)["device"],
+            torch=torch.__version__,
+            epochs=record.epoch,
+            batch_size=batch_size(self.train_loader),
+            steps=record.step,
+            train_s=_train_s(stats),
+            eval_s=record.eval_s,
+            full_step_s=stats["full_step_s"],
+            step_s=stats["step_s"],
+            predicted_ratio=stats["predicted_ratio"],
+            measured_ratio=stats["measured_ratio"],
+            accuracy={
+                "per_epoch": [score["accuracy"] for score in record.scores],
+                "final": final["accuracy"] if final else None,
+                "of": "test" if test else "val" if final else None,
+            },
+            loss={
+                "per_epoch": record.losses,
+                "val": [score["loss"] for score in record.scores],
+                "final": final["loss"] if final else None,
+            },
+            best_epoch=None if record.best_epoch is None else record.best_epoch + 1,
+            overhead_s=stats["overhead_s"],
+            peak_bytes=record.peak_bytes,
+            deciding_peak_bytes=record.deciding_peak_bytes,
+            flops=sum(f * c for f, c in zip(flops, counts) if f is not None) if None not in flops else None,
+            energy_j=record.energy_j,
+            energy_meter=self.meters.meter.covers,
+            resting_state_bytes=self.elastic.resting_state_bytes(),
+            plans=stats["plans"],
+            profile_error=asdict(profile.error),
+            restarts=record.restarts,
+            config=self.config,
+            folder=None if self.folder is None else str(self.folder.path),
+        )
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        self.progress.say(text)
+
+    def _on_plan(self, event: dict[str, Any]) -> None:
+        if self.folder is not None:
+            profile = self.elastic.profile
+            if profile is not None and event["reason"] in ("first", "drift"):
+                self.folder.write_text("profile.json", profile.to_json())
+            self.folder.log("plans.jsonl", event)
+
+    def _show(self) -> None:
+        scores = self.record.scores
+        self.progress.step(
+            self.record.step, self._fields(self.losses.latest, scores[-1]["accuracy"] if scores else None)
+        )
+
+    def _fields(self, loss: float | None, accuracy: float | None) -> dict[str, float | str | None]:
+        history, budget = self.elastic.history, self.elastic.budget
+        return {
+            "loss": loss,
+            "accuracy": accuracy,
+            "trained": history[-1]["share_trained"] if history else None,
+            "ratio": self.elastic.ratio,
+            "budget": str(budget) if budget else None,
+        }
+
+
+def _best_name(epoch: int) -> str:
+    return f"best-{epoch + 1}.safetensors"
+
+
+def _train_s(stats: dict[str, Any]) -> float:
+    return float(stats["spent_s"] + sum(stats["overhead_s"].values()))
