@@ -43,7 +43,7 @@ def test_the_update_is_the_one_the_optimizer_makes_next_bit_for_bit(name: str, s
     batch = batches(1, device=device)[0]
     with probing(model, loss_fn, list(model.parameters())) as probe:
         _, gradients = next(probe.gradients([batch]))
-        changes = {p: after - p.detach() for p, after in trial_steps(optimizer, gradients)}
+        changes = {p: after - p.detach() for piece in trial_steps(optimizer, gradients) for p, after in piece.items()}
     _, really = real_step(model, optimizer, batch)
     names = dict(model.named_parameters())
     assert {n for n, p in names.items() if p in changes} == set(REACHED)

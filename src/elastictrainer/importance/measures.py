@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from elastictrainer.importance.candidates import candidates
 from elastictrainer.importance.probe import LossFn, Probe, probing
-from elastictrainer.importance.tally import Tally, dot, values, wide
+from elastictrainer.importance.tally import Tally, falls, values
 from elastictrainer.importance.trial import look_through, trial_steps
 
 __all__ = ["elastic", "fisher", "gradient"]
@@ -67,10 +67,9 @@ def elastic(
         elsewhere = None if gradient_batches is None else _mean_gradient(probe, gradient_batches)
         for place, gradients in probe.gradients(batches):
             against = gradients if elsewhere is None else elsewhere
-            scores = {}
-            for parameter, stepped in trial_steps(look_through(optimizer), gradients):
-                if parameter in against:
-                    scores[parameter] = -dot(against[parameter], wide(stepped) - wide(parameter.detach()))
+            scores: dict[nn.Parameter, Tensor] = {}
+            for stepped in trial_steps(look_through(optimizer), gradients):
+                scores |= falls(against, stepped)
             tally.add(place, scores)
     return tally.mean()
 

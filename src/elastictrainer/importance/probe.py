@@ -45,6 +45,7 @@ class Probe:
         self.parameters = tuple(parameters)
         self._model = model
         self._loss_fn = loss_fn
+        self._looked = False
         # Only read: GradScaler.scale() would create the scaler's tensors on first use.
         self._scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
@@ -82,11 +83,12 @@ class Probe:
             raise ConfigError(f"loss_fn returned {what} for {place}; it must return a scalar tensor, such as a mean")
         if not loss.requires_grad:
             raise self._unreached(place)
-        if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss)):
+        if not self._looked and any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss)):
             raise ModelError(
                 "the model checkpoints its activations in the re-entrant way, which hides the tensors inside and "
                 "cannot be trained in part; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
+        self._looked = True  # once: a walk over the graph costs about as much as launching a forward pass
         value = loss.detach()
         if not value.isfinite():
             raise TrainingError(

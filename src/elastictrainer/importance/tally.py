@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from elastictrainer.errors import TrainingError
 
-__all__ = ["Tally", "dot", "values", "wide"]
+__all__ = ["Tally", "falls", "values", "wide"]
 
 
 class Tally:
@@ -56,8 +56,19 @@ def values(gradient: Tensor) -> Tensor:
     return wide(gradient.coalesce().values() if gradient.is_sparse else gradient)
 
 
-def dot(gradient: Tensor, change: Tensor) -> Tensor:
-    """`sum_i gradient_i * change_i`, the change `wide`; a sparse gradient reads only the rows that it holds."""
-    if gradient.is_sparse:
-        change = change.sparse_mask(gradient.coalesce()).values()
-    return (values(gradient) * change).sum()
+def falls(
+    gradients: Mapping[nn.Parameter, Tensor], stepped: Mapping[nn.Parameter, Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """By how much the step lowers the loss, to first order: for each parameter `-sum_i g_i * (stepped_i - now_i)`.
+
+    A sparse gradient reads only the rows that it holds.
+    """
+    found = [parameter for parameter in stepped if parameter in gradients]
+    if not found:
+        return {}
+    falls = list(torch._foreach_sub([wide(p.detach()) for p in found], [wide(stepped[p]) for p in found]))
+    for index, parameter in enumerate(found):
+        if gradients[parameter].is_sparse:
+            falls[index] = falls[index].sparse_mask(gradients[parameter].coalesce()).values()
+    torch._foreach_mul_(falls, [values(gradients[p]) for p in found])
+    return {parameter: fall.sum() for parameter, fall in zip(found, falls)}

@@ -20,10 +20,8 @@ PIECE_NUMEL = 1 << 22
 """How many elements are copied at once where tensors can be stepped apart: 16 MiB of float32, times 1 + its state."""
 
 
-def trial_steps(
-    optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor]
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter with the value that one step on these gradients would give it; nothing is changed.
+def trial_steps(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Yield, piece by piece, what one step on these gradients would make of each parameter; nothing is changed.
 
     The step is the optimizer's own: the code of its class runs on copies of parameters, state and param groups, so
     momentum, moments, step counts, decay, learning rates and whatever a third party invented are all in it. Left out
@@ -32,18 +30,17 @@ def trial_steps(
     Raises:
         ConfigError: the optimizer needs a closure, cannot be copied, or its step fails.
 
-    Cost: one optimizer step. Extra memory: for torch's own optimizers, which treat every tensor by itself, a piece of
-    at most 4 Mi elements (or one tensor) at a time, with its gradients and state; for any other, all of them at once.
+    Cost: one optimizer step and a copy. Extra memory: for torch's own optimizers, which treat every tensor by itself, a
+    piece of at most 4 Mi elements (or one tensor) at a time, with its gradients and state; for any other, all of them.
     """
     step = _step_of(optimizer)
     for piece in _pieces(optimizer, list(gradients)):
         memo: dict[int, Any] = {}
         twin = _copy_of(optimizer, piece, memo)
-        for parameter in piece:
-            # A copy in the parameter's own layout, as backward() would leave it: some optimizers write into .grad.
-            gradient = gradients[parameter]
-            fresh = gradient.clone() if gradient.is_sparse else torch.empty_like(parameter).copy_(gradient)
-            memo[id(parameter)].grad = fresh
+        stepped = {parameter: memo[id(parameter)] for parameter in piece}
+        # Copies in the parameter's own layout, as backward() would leave them: some optimizers write into .grad.
+        for parameter, gradient in zip(piece, _copies([gradients[p] for p in piece], like=piece)):
+            stepped[parameter].grad = gradient
         try:
             with torch.no_grad():
                 step(twin)
@@ -54,8 +51,7 @@ def trial_steps(
                 f"{type(optimizer).__name__} cannot take a trial step: {error}; "
                 "use an importance that needs none, such as 'gradient' or 'fisher'"
             ) from error
-        for parameter in piece:
-            yield parameter, memo[id(parameter)].detach()
+        yield {parameter: copied.detach() for parameter, copied in stepped.items()}
 
 
 def look_through(optimizer: Any) -> Optimizer:
@@ -100,11 +96,13 @@ def _pieces(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterato
     seen = set(started)
     for kind in (started, [p for p in parameters if p not in seen]):
         piece: list[nn.Parameter] = []
+        numel = 0
         for parameter in kind:
-            if piece and sum(p.numel() for p in piece) + parameter.numel() > PIECE_NUMEL:
+            if piece and numel + parameter.numel() > PIECE_NUMEL:
                 yield piece
-                piece = []
+                piece, numel = [], 0
             piece.append(parameter)
+            numel += parameter.numel()
         if piece:
             yield piece
 
@@ -119,7 +117,13 @@ def _copy_of(optimizer: Optimizer, piece: Sequence[nn.Parameter], memo: dict[int
             for group in optimizer.param_groups
             if (kept := [p for p in group["params"] if p in chosen])
         ]
-        contents["state"] = defaultdict(dict, {p: s for p, s in optimizer.state.items() if p in chosen})
+        state = {p: optimizer.state[p] for p in piece if p in optimizer.state}
+        contents["state"] = defaultdict(dict, state)
+        # All tensors at once, for deepcopy to find: one by one, a GPU would wait for hundreds of small copies.
+        tensors = [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
+        memo.update(zip(map(id, tensors), _copies(tensors)))
+        twins = (nn.Parameter(copied, requires_grad=True) for copied in _copies([p.detach() for p in piece]))
+        memo.update(zip(map(id, piece), twins))
     try:
         twin = _twin(optimizer, contents, memo)
     except (TypeError, RuntimeError, AttributeError) as error:
@@ -131,6 +135,20 @@ def _copy_of(optimizer: Optimizer, piece: Sequence[nn.Parameter], memo: dict[int
         ) from error
     _bring_home(twin)
     return twin
+
+
+def _copies(tensors: Sequence[Tensor], *, like: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Copies, in the layout of `like` where that is given; those of one kind are made by one kernel."""
+    copied = [torch.empty_like(target) for target in (tensors if like is None else like)]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.is_sparse:
+            copied[index] = tensor.clone()
+        else:
+            alike.setdefault((tensor.device, tensor.dtype), []).append(index)
+    for indices in alike.values():
+        torch._foreach_copy_([copied[i] for i in indices], [tensors[i] for i in indices])
+    return copied
 
 
 def _bring_home(optimizer: Optimizer) -> None:
