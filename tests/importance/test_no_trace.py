@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from importance_support import DEVICES, OPTIMIZERS, batches, loss_fn, same, snapshot, trained
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastictrainer.errors import TrainingError
@@ -89,6 +90,22 @@ def test_a_compiled_model_is_probed_by_its_own_names() -> None:
         model, backend="eager"
     )  # never called: a probe runs the module inside, and so compiles nothing
     assert elastic(compiled, optimizer, loss_fn, batches(1)) == elastic(model, optimizer, loss_fn, batches(1))
+
+
+def test_a_distributed_model_goes_on_reducing_after_a_probe() -> None:
+    """A probe inside DistributedDataParallel's forward would leave its reducer waiting for a backward pass."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizer = trained(OPTIMIZERS["sgd"])
+        model.eval()
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        expected = elastic(model, optimizer, loss_fn, batches(1))
+        for batch in batches(2, seed=3):
+            loss_fn(wrapped, batch).backward()
+            assert elastic(wrapped, optimizer, loss_fn, batches(1)) == expected
+        loss_fn(wrapped, batches(1)[0]).backward()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_gradient_scaler_is_only_read() -> None:
