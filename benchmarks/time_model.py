@@ -79,20 +79,23 @@ def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
 
     plans = random_plans(profile, args.plans, np.random.default_rng(args.seed))
     stepper = Stepper(model, loss, batch, optimizer, [dict(model.named_parameters())[n] for n in profile.names])
-    steps = 5 if device.type == "cuda" else 1
     with et.apply(model, profile.names) as applied:
-        stepper.step()
+
+        def seconds(plan: Any) -> float:
+            applied.update(plan)
+            return min(stepper.timed(4).step_s for _ in range(2)) if stepper.cuda else stepper.timed().step_s
+
+        seconds(profile.names)
         ratios: list[list[float]] = [[] for _ in plans]
         fulls: list[float] = []
         for _ in range(args.rounds):
-            for row, plan in zip(ratios, plans):
-                applied.update(profile.names)
-                before = stepper.timed(steps)[0]
-                applied.update(plan)
-                seconds = stepper.timed(steps)[0]
-                row.append(seconds)
-                fulls.append(before)
-                row[-1] /= before
+            for start in range(0, len(plans), 2):  # a full step before and after every two plans
+                before = seconds(profile.names)
+                pair = [seconds(plan) for plan in plans[start : start + 2]]
+                after = seconds(profile.names)
+                fulls += [before, after]
+                for row, measured in zip(ratios[start : start + 2], pair):
+                    row.append(measured / ((before + after) / 2))
         peaks = [_peak(stepper, applied, plan) for plan in plans] if device.type == "cuda" else [0] * len(plans)
 
     full_s = float(np.median(fulls))

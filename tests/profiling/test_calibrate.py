@@ -16,7 +16,7 @@ from elastictrainer.profiling.calibrate import (
     run_plans,
 )
 from elastictrainer.profiling.profile import Lane, Memory, Storage
-from elastictrainer.profiling.steps import nonnegative_fit
+from elastictrainer.profiling.steps import Timed, nonnegative_fit
 from elastictrainer.profiling.timing import Alone, PartTimes, deepest
 from elastictrainer.profiling.trace import trace
 from tests.zoo import ZOO
@@ -86,7 +86,8 @@ def _measured(traced, lanes, count=12):
     rows = []
     for plan in calibration_plans(traced.graph, count):
         trained = np.asarray(plan)
-        rows.append(Measured(plan, max(lane.step_s(traced.graph.reached(trained), trained) for lane in lanes)))
+        seconds = [lane.step_s(traced.graph.reached(trained), trained) for lane in lanes]
+        rows.append(Measured(plan, max(seconds), seconds[0]))
     return rows
 
 
@@ -146,7 +147,8 @@ def test_a_machine_that_slows_down_in_the_middle_changes_no_ratio():
 
         def timed(self, steps):
             self.calls += 1
-            return len(self.plan) * (1.0 if self.calls < 60 else 2.0), 0.1
+            seconds = len(self.plan) * (1.0 if self.calls < 60 else 2.0)
+            return Timed(seconds, seconds, 0.1)
 
     machine = Throttled()
     plans = [tuple(range(n)) for n in (20, 1, 5, 10, 15, 19, 3)]

@@ -1,12 +1,12 @@
 """From timed parts to a price list whose sums predict real steps, and an honest statement of how well.
 
-The parts miss what happens between them: the engine's own work per node, the allocator's for what is kept, caches, and on
-a GPU that the host may be the one who is late. A handful of real plans is run un-instrumented, interleaved with full
-steps so that a machine that slows down slows both, and the four coefficients of
+The parts miss what happens between them: the engine's own work per node, the allocator's for what is kept, caches, what a
+layer at rest does differently, and on a GPU that the host may be the one who is late. A handful of real plans is run
+un-instrumented, interleaved with full steps so that a machine that slows down slows both, and the coefficients of
 
-    step(S) = forward + constant + scale * parts(S) + per_node * nodes(S) + per_byte * kept_bytes(S) + optimizer(S)
+    step(S) = forward + constant + a * passing(S) + b * own(S) + c * nodes(S) + d * tensors(S) + e * kept_bytes(S) + optimizer(S)
 
-are fitted by non-negative least squares on relative errors, drawn to "the parts are right" (1 and zeros). Each
+are fitted by non-negative least squares on relative errors, drawn to "the parts are right" (a = b = 1, the rest 0). Each
 coefficient is then folded into the nodes and tensors it belongs to, so a profile holds plain sums.
 """
 
@@ -20,24 +20,28 @@ from numpy.typing import NDArray
 
 from elastictrainer.graph import Graph
 from elastictrainer.profiling.profile import Lane, Memory, Residual
-from elastictrainer.profiling.steps import Stepper, nonnegative_fit
+from elastictrainer.profiling.steps import Stepper, Timed, nonnegative_fit
 from elastictrainer.profiling.timing import Alone, PartTimes, deepest
 from elastictrainer.profiling.trace import Trace
 
 __all__ = ["Measured", "calibrate", "calibration_plans", "fit_optimizer", "raw_lane", "run_plans"]
 
 Floats = NDArray[np.float64]
-# How strongly a coefficient is held to its prior, in units of one plan's squared relative error. Scale is known best.
-_TRUST = {"constant": 1e-4, "scale": 1e-2, "per_node": 1e-3, "per_byte": 1e-3}
+# A plan's measured ratio is good to about 2%; the parts' scales are believed to within 15%, what they miss to be within
+# 10% of a full step (5% for the constant). The squared ratio of the first to the others is each prior's weight.
+_TRUST = (0.02 / np.asarray([0.05, 0.15, 0.15, 0.1, 0.1, 0.1])) ** 2
+_PRIOR = np.asarray([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+_WAITS = 1.1  # a step this much longer than the host's part of it was bound by the device
 _FULL_WEIGHT = 3.0  # every budget is a share of the full step: it must be right
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A plan that was really run: its tensors (by position) and its seconds a step."""
+    """A plan that was really run: its tensors (by position), its seconds a step and the host's part of them."""
 
     trained: tuple[int, ...]
     step_s: float
+    host_s: float
 
 
 def calibration_plans(graph: Graph, count: int, *, seed: int = 0) -> list[tuple[int, ...]]:
@@ -63,32 +67,30 @@ def run_plans(
     machine that is slower for a while changes neither. The first round is warm-up and is dropped.
     """
     everything = plans[0]
-    ratios: list[list[float]] = [[] for _ in plans]
+    ratios: list[list[tuple[float, float]]] = [[] for _ in plans]
     fulls: list[float] = []
     forwards: list[float] = []
     for round_ in range(rounds + 1):
-        times: list[float] = []
+        times: list[Timed] = []
         around: list[float] = []
         for index, plan in enumerate(plans):
             if index % 4 == 0:
                 train(everything)
-                around.append(stepper.timed(steps)[0])
-            if index == 0:
-                times.append(around[-1])
-                continue
-            train(plan)
-            seconds, forward_s = stepper.timed(steps)
-            times.append(seconds)
-            if index == 1 and round_:
-                forwards.append(forward_s)
+                full = stepper.timed(steps)
+                around.append(full.step_s)
+            if index:
+                train(plan)
+            times.append(stepper.timed(steps) if index else full)
         if round_:
             reference = float(np.median(around))
             fulls += around
-            for index, seconds in enumerate(times):
-                ratios[index].append(1.0 if index == 0 else seconds / reference)
+            forwards.append(times[min(1, len(times) - 1)].forward_s)
+            for row, timed in zip(ratios, times):
+                row.append((timed.step_s / reference, timed.host_s / reference))
     full_s = float(np.median(fulls))
-    measured = [Measured(plan, full_s * float(np.median(r))) for plan, r in zip(plans, ratios)]
-    return measured, float(np.median(forwards)) if forwards else 0.0
+    medians = [np.median(np.asarray(row), axis=0) * full_s for row in ratios]
+    measured = [Measured(plan, float(m[0]), float(m[1])) for plan, m in zip(plans, medians)]
+    return [replace(measured[0], step_s=full_s), *measured[1:]], float(np.median(forwards))
 
 
 def raw_lane(trace: Trace, parts: PartTimes, alone: dict[int, Alone]) -> Lane:
@@ -153,21 +155,18 @@ def calibrate(
 ) -> tuple[tuple[Lane, ...], Residual]:
     """Fit the lanes to the measured plans; the residual is of each plan predicted from all the others.
 
-    On CUDA each lane learns from the plans it binds. A lane that binds too few keeps the parts as they were measured.
+    On CUDA the launch lane learns from the time the host took to issue each plan's step, the device lane from the plans
+    that the host had to wait for. A lane with too few plans to learn from keeps the parts as they were measured.
     """
     drafts = [_with_optimizer(lane, f, o) for lane, f, o in zip(lanes, forward_s, optimizer)]
 
     def fit(rows: Sequence[Measured]) -> list[Lane]:
         if len(drafts) == 1:
-            return [_fit(graph, memory, drafts[0], rows)]
-        fitted = list(drafts)
-        for _ in range(2):  # who binds may change once the lanes are fitted
-            guesses = [[_predict(graph, [lane], row) for lane in fitted] for row in rows]
-            bound = [int(np.argmax(g)) for g in guesses]
-            fitted = [
-                _fit(graph, memory, draft, [r for r, b in zip(rows, bound) if b == i]) for i, draft in enumerate(drafts)
-            ]
-        return fitted
+            return [_fit(graph, memory, drafts[0], [(row.trained, row.step_s) for row in rows])]
+        waited = [row.step_s > _WAITS * row.host_s for row in rows]
+        host = [(row.trained, row.host_s if w else row.step_s) for row, w in zip(rows, waited)]
+        device = [(row.trained, row.step_s) for row, w in zip(rows, waited) if w]
+        return [_fit(graph, memory, draft, seen) for draft, seen in zip(drafts, (host, device))]
 
     unseen = []
     for left_out in range(1, len(measured)):  # the full step always stays in: it is the unit
@@ -206,28 +205,36 @@ def _kept_per_node(graph: Graph, memory: Memory) -> tuple[Floats, Floats]:
     return nodes, tensors
 
 
-def _fit(graph: Graph, memory: Memory, lane: Lane, rows: Sequence[Measured]) -> Lane:
+def _fit(graph: Graph, memory: Memory, lane: Lane, rows: Sequence[tuple[tuple[int, ...], float]]) -> Lane:
     if len(rows) < 3:
         return lane
     node_bytes, tensor_bytes = _kept_per_node(graph, memory)
+    # units in which a coefficient of 1 means a whole full step
+    unit = max(seconds for _, seconds in rows) / np.asarray(
+        [1.0, np.nan, np.nan, len(graph.nodes), len(graph.tensors), max(node_bytes.sum() + tensor_bytes.sum(), 1.0)]
+    )
+    unit[1:3] = 1.0
     features, target = [], []
-    for row in rows:
-        trained = np.asarray(row.trained, dtype=np.intp)
+    for names, seconds in rows:
+        trained = np.asarray(names, dtype=np.intp)
         reached = graph.reached(trained)
-        parts = lane.reach_s @ reached + lane.dw_s[trained].sum()
-        kept = node_bytes @ reached + tensor_bytes[trained].sum()
-        weight = (_FULL_WEIGHT if len(trained) == len(graph.tensors) else 1.0) / row.step_s
-        features.append([weight, weight * parts, weight * (reached.sum() + len(trained)), weight * kept])
-        target.append(weight * (row.step_s - lane.fixed_s - lane.opt_s[trained].sum()))
-    matrix = np.asarray(features)
-    scale = np.asarray([max(rows[0].step_s, 1e-9), 1.0, 1e-5, 1e-9])  # so that trust means the same for each coefficient
-    trust = np.asarray([_TRUST["constant"], _TRUST["scale"], _TRUST["per_node"], _TRUST["per_byte"]])
-    prior = np.asarray([0.0, 1.0, 0.0, 0.0])
-    constant, factor, per_node, per_byte = nonnegative_fit(matrix * scale, np.asarray(target), prior=prior, trust=trust) * scale
+        row = [
+            1.0,
+            lane.reach_s @ reached,
+            lane.dw_s[trained].sum(),
+            reached.sum(),
+            len(trained),
+            node_bytes @ reached + tensor_bytes[trained].sum(),
+        ]
+        weight = (_FULL_WEIGHT if len(trained) == len(graph.tensors) else 1.0) / seconds
+        features.append(weight * np.asarray(row) * unit)
+        target.append(weight * (seconds - lane.fixed_s - lane.opt_s[trained].sum()))
+    found = nonnegative_fit(np.asarray(features), np.asarray(target), prior=_PRIOR, trust=_TRUST) * unit
+    constant, passing, own, per_node, per_tensor, per_byte = found.tolist()
     return replace(
         lane,
-        overhead_s=lane.overhead_s + float(constant),
-        fused_s=lane.fused_s * factor + per_node + per_byte * node_bytes,
-        pass_s=lane.pass_s * factor,
-        dw_s=lane.dw_s * factor + per_node + per_byte * tensor_bytes,
+        overhead_s=lane.overhead_s + constant,
+        fused_s=lane.fused_s * passing + per_node + per_byte * node_bytes,
+        pass_s=lane.pass_s * passing,
+        dw_s=lane.dw_s * own + per_tensor + per_byte * tensor_bytes,
     )

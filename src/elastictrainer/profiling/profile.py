@@ -162,6 +162,10 @@ class Profile:
 
     def peak_bytes(self, names: Iterable[str]) -> int:
         """The most bytes that a step holds at once when exactly these tensors are trained."""
+        return int(self.held_bytes(names).max(initial=self.memory.base_bytes))
+
+    def held_bytes(self, names: Iterable[str]) -> NDArray[np.int64]:
+        """Per node: the bytes that a step holds while backward runs it; 0 where it is not reached."""
         trained = self.graph.indices(names)
         reached = self.graph.reached(trained)
         saved, release = self._saved(reached, trained)
@@ -172,8 +176,8 @@ class Profile:
         grads = np.zeros(count, dtype=np.int64)
         for k in trained:
             grads[min(self.graph.hosts[k])] += self.graph.tensors[k].nbytes
-        timeline = (alive + np.cumsum(grads) + self.memory.workspace_bytes)[reached] if reached.any() else np.zeros(1)
-        return int(self.memory.base_bytes + self.memory.state_bytes[trained].sum() + timeline.max())
+        always = self.memory.base_bytes + int(self.memory.state_bytes[trained].sum())
+        return np.where(reached, always + alive + np.cumsum(grads) + self.memory.workspace_bytes, 0)
 
     def saved_bytes(self, names: Iterable[str]) -> int:
         """Bytes kept from forward for backward when exactly these tensors are trained, shared storage counted once."""

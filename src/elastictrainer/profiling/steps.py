@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,18 @@ from torch.optim import Optimizer
 
 from elastictrainer.profiling.trace import LossFn
 
-__all__ = ["Stepper", "nonnegative_fit"]
+__all__ = ["Stepper", "Timed", "nonnegative_fit"]
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of a step, of the host's part in it, and of the host's forward pass. On a CPU the host does it all."""
+
+    step_s: float
+    host_s: float
+    forward_s: float
 
 
 class Stepper:
@@ -57,16 +67,22 @@ class Stepper:
             copied.grad = None
         return forward_s
 
-    def timed(self, steps: int = 1) -> tuple[float, float]:
-        """Seconds a step, and of that the forward pass."""
-        if self.cuda:
-            self.step()
-            torch.cuda.synchronize()
+    def timed(self, steps: int = 1) -> Timed:
+        """The plan that stands, a step at a time; on CUDA after one step of warm-up, `steps` back to back."""
+        if not self.cuda:
+            start = time.perf_counter()
+            forward_s = self.step()
+            step_s = time.perf_counter() - start
+            return Timed(step_s, step_s, forward_s)
+        self.step()
+        torch.cuda.synchronize()
         start = time.perf_counter()
-        forward_s = min(self.step() for _ in range(steps))
-        if self.cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / steps, forward_s
+        forward_s = self.step()
+        host_s = time.perf_counter() - start  # from an empty queue: nothing held the host back
+        for _ in range(steps - 1):
+            self.step()
+        torch.cuda.synchronize()
+        return Timed((time.perf_counter() - start) / steps, host_s, forward_s)
 
     def optimizer_s(self, names: Sequence[int], *, repeats: int = 3) -> float:
         """The optimizer's step alone, with gradients for these parameters (by position) only."""

@@ -121,7 +121,7 @@ def _record(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> t
         if tensor.layout is torch.strided and _storage(tensor) not in fixed:
             # autograd makes the node before it saves for it: the last number handed out is the node's own
             rows.append((torch.autograd._get_sequence_nr() - 1, _storage(tensor), tensor.untyped_storage().nbytes()))
-        return tensor
+        return tensor.detach()  # a node that keeps its own output through a hook would keep itself alive for ever
 
     with note_owners(model) as owners, saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward(model, loss_fn, batch)
