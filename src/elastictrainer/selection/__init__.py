@@ -1,1 +1,8 @@
-"""The best plan within a budget: exact, pure, in milliseconds."""
+"""The best plan within a budget: exact on the real graph, pure, in milliseconds."""
+
+from __future__ import annotations
+
+from elastictrainer.selection.pins import Pin, pinned
+from elastictrainer.selection.select import select
+
+__all__ = ["Pin", "pinned", "select"]

@@ -1,0 +1,40 @@
+"""Which tensors a pin means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+from elastictrainer.errors import ConfigError
+from elastictrainer.profiling.profile import Profile
+
+__all__ = ["Pin", "pinned"]
+
+Pin = str | Iterable[str] | Callable[[str], bool]
+
+
+def pinned(profile: Profile, pin: Pin) -> tuple[str, ...]:
+    """The tensors that a pin means, in backward order: a name, a pattern like `"layer4.*"`, several, or a test.
+
+    `"head"` is the output-most layer (`Graph.head`). A name that stands in the profile is meant as it stands, whatever
+    characters it has.
+
+    Raises:
+        ConfigError: a name or pattern that fits no tensor.
+    """
+    if callable(pin):
+        return profile.select_names(pin)
+    found: set[str] = set()
+    for pattern in [pin] if isinstance(pin, str) else pin:
+        if pattern in profile.graph.index:
+            matches: tuple[str, ...] = (pattern,)
+        elif pattern == "head":
+            matches = profile.graph.head
+        else:
+            matches = profile.select_names(lambda name, pattern=pattern: fnmatchcase(name, pattern))  # type: ignore[misc]
+        if not matches:
+            raise ConfigError(
+                f"pin {pattern!r} fits no tensor of this profile; write 'head', a name or a pattern like 'layer4.*'"
+            )
+        found.update(matches)
+    return tuple(name for name in profile.names if name in found)
