@@ -6,7 +6,7 @@
 Plans: the last third of the tensors, a random third, all biases, and the first tensor; each with the head. Ways:
 `full` trains everything; `flags` sets `requires_grad` and evaluates batch norm, in plain PyTorch; `apply` is this
 library. Bytes held are counted after the forward pass, block by block; on CUDA the peak of a whole step (parameters,
-momentum and workspace in it) and the median step's seconds stand beside them.
+momentum and workspace in it) stands beside them.
 
 Writes results/apply_memory_*.csv and prints it.
 """
@@ -16,11 +16,9 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 import torch
@@ -68,22 +66,13 @@ def measure(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], device: 
             forward().backward()
             optimizer.step()
 
-        row |= timed(step)
-    return row
-
-
-def timed(step: Callable[[], None], warmup: int = 5, repeats: int = 30) -> dict[str, Any]:
-    for _ in range(warmup):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+        step()  # makes the momentum
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return {"peak_bytes": torch.cuda.max_memory_allocated(), "step_s": median(seconds)}
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return row
 
 
 def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -110,9 +99,9 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         run(plan, "flags", lambda model, names=names: flags_only(model, names))
         run(plan, "apply", lambda model, names=names: et.apply(model, names))
     for row in rows:
-        for key in ("held_bytes", "peak_bytes", "step_s"):
+        for key in ("held_bytes", "peak_bytes"):
             if key in row:
-                row[f"{key.rpartition('_')[0]}_of_full"] = row[key] / rows[0][key]
+                row[f"{key.removesuffix('_bytes')}_of_full"] = row[key] / rows[0][key]
     return rows
 
 
@@ -127,7 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [{**row, **where(args.device)} for name in args.models for row in rows_of(name, args)]
     write_csv(args.out / f"apply_memory_{args.device}_b{args.batch_size}_{args.image_size}px.csv", rows)
-    figures = ["held_of_full"] + (["peak_of_full", "step_of_full"] if args.device != "cpu" else [])
+    figures = ["held_of_full"] + (["peak_of_full"] if args.device != "cpu" else [])
     print_table(rows, ["model", "plan", "way", "held_bytes", *figures])
 
 

@@ -10,7 +10,7 @@ check with blocks full of NaN, for every kind of convolution, layout and dtype.
 What there is not to gain: a linear layer saves its input only if its weight trains; layer norm and group norm need
 theirs for the gradient to the input; and below the deepest trained tensor autograd records nothing at all.
 
-Costs about 10 microseconds a call for layers at rest that pass a gradient on, under one for all others. Backward
+Costs about 10 microseconds a step for each layer at rest that passes a gradient on, and one for all others. Backward
 borrows the input's size while the layer's own kernel runs. Left out, as plain PyTorch: compiled code (the compiler
 decides there what is saved), `torch.func` transforms, devices other than CPU and CUDA.
 """
@@ -54,16 +54,22 @@ def make_plain(model: nn.Module) -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the forward of a convolution or batch norm."""
-    plain = type(self).forward
-    # Asked first: what follows must not be traced into compiled code.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _hooks_allowed():
-        return plain(self, *args, **kwargs)
     kind = type(self)
-    if kind in _CONVOLUTIONS and self.padding_mode == "zeros" and args:
-        saving = _convolution_saving(args[0], self.weight, self.bias)  # type: ignore[arg-type]
-    elif kind in _NORMS and args:
-        fixed = not self.training and self.running_mean is not None
-        saving = _norm_saving(args[0], self.weight, self.bias, fixed=fixed)  # type: ignore[arg-type]
+    plain: Callable[..., Any] = kind.forward
+    # Asked first: what follows must not be traced into compiled code. And `_parameters`, since this runs at every call
+    # and `self.weight` is ten times slower.
+    if torch.compiler.is_compiling() or not args:
+        return plain(self, *args, **kwargs)
+    weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+    if not _saved_for_nothing(args[0], weight, bias) or not _hooks_allowed():
+        return plain(self, *args, **kwargs)
+    saving: AbstractContextManager[Any]
+    if kind in _CONVOLUTIONS and weight is not None and self.padding_mode == "zeros":
+        saving = _convolution_saving(weight)
+    elif kind in _NORMS and not self.training and self._buffers["running_mean"] is not None:
+        saving = _norm_saving()
+    elif kind in _NORMS:
+        return plain(self, *args, **kwargs)
     else:
         # A subclass (or a padding) may do more than the one call that is known: be lean in that call alone.
         saving = _KnownCalls()
@@ -84,26 +90,25 @@ class _KnownCalls(TorchFunctionMode):
 
         saving: AbstractContextManager[Any] = nullcontext()
         if func in _CONVOLUTION_CALLS:
-            saving = _convolution_saving(argument(0, "input"), argument(1, "weight"), argument(2, "bias"))
+            weight = argument(1, "weight")
+            if _saved_for_nothing(argument(0, "input"), weight, argument(2, "bias")):
+                saving = _convolution_saving(weight)
         elif func is F.batch_norm:
             fixed = argument(1, "running_mean") is not None and not argument(5, "training")
-            saving = _norm_saving(argument(0, "input"), argument(3, "weight"), argument(4, "bias"), fixed=fixed)
+            if fixed and _saved_for_nothing(argument(0, "input"), argument(3, "weight"), argument(4, "bias")):
+                saving = _norm_saving()
         with saving:
             return func(*args, **kwargs)
 
 
-def _convolution_saving(x: Tensor, weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
-    if not _saved_for_nothing(x, weight, bias):
-        return nullcontext()
+def _convolution_saving(weight: Tensor) -> saved_tensors_hooks:
     # Saved are the input and the weight, after autocast: neither need be the tensor that was passed. The weight is
     # known by its size; an input that happens to have that size is simply kept.
     size = weight.numel()
     return saved_tensors_hooks(lambda saved: saved if saved.numel() == size else _geometry(saved), _restore)
 
 
-def _norm_saving(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, fixed: bool) -> AbstractContextManager[Any]:
-    if not fixed or not _saved_for_nothing(x, weight, bias):
-        return nullcontext()
+def _norm_saving() -> saved_tensors_hooks:
     # All else that batch norm saves (weight, statistics, cuDNN's reserve) are vectors.
     return saved_tensors_hooks(lambda saved: saved if saved.dim() == 1 else _geometry(saved), _restore)
 
@@ -112,7 +117,8 @@ def _saved_for_nothing(x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
     """Whether backward comes by here, yet not for the weight. The bias may train: its gradient needs no input."""
     if weight is not None and weight.requires_grad:
         return False
-    return (x.requires_grad or (bias is not None and bias.requires_grad)) and x.device.type in ("cpu", "cuda")
+    wanted = x.requires_grad or (bias is not None and bias.requires_grad)
+    return wanted and torch.is_grad_enabled() and (x.is_cuda or x.is_cpu)
 
 
 def _hooks_allowed() -> bool:
