@@ -119,6 +119,56 @@ def test_a_second_apply_replaces_the_first() -> None:
     assert all(m.training for m in model.modules())
 
 
+def test_a_plan_on_top_of_another_gives_it_back() -> None:
+    """As when a run profiles again: the controller's plan stands, and `et.profile` applies others for a while."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    outer = apply(model, ["6.bias"], optimizer=optimizer)
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    with apply(model, NAMES, bn="track") as inner:
+        assert all(p.requires_grad for p in model.parameters())
+        assert model.train()[1].training
+        with pytest.raises(ConfigError, match="on top"):
+            outer.update(["6.weight"])
+        inner.update(["0.weight"])
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"6.bias"}
+    assert not model.train()[1].training
+    assert len(optimizer._optimizer_step_pre_hooks) == hooks
+    outer.update(["6.weight"])
+    step(model, optimizer)
+    middle, top = apply(model, ["0.weight"]), apply(model, ["0.bias"])
+    middle.undo()
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"0.bias"}
+    top.undo()
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"6.weight"}
+    outer.undo()
+    assert all(p.requires_grad for p in model.parameters())
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_handles_that_nobody_kept_do_not_pile_up() -> None:
+    model = small()
+    for name in NAMES:
+        last = apply(model, [name])
+    last.undo()
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(m.training for m in model.modules())
+
+
+def test_a_new_head_and_a_new_group_are_seen() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model[:6].parameters(), lr=0.1)
+    applied = apply(model, ["0.weight"], optimizer=optimizer)
+    model[6] = nn.Linear(64, 3)
+    optimizer.add_param_group({"params": model[6].parameters()})
+    applied.update(["6.weight"])
+    before = weights(model)
+    step(model, optimizer)
+    assert {n for n, p in model.named_parameters() if not torch.equal(p, before[n])} == {"6.weight"}
+    applied.undo()
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_a_refused_plan_changes_nothing() -> None:
     model = small()
     applied = apply(model, ["6.bias"])

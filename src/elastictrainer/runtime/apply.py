@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -44,7 +44,7 @@ def apply(
 
     Resting tensors get `requires_grad=False` and `grad=None`; the optimizer's param groups are never edited, so its
     checkpoints stay loadable whatever the plan. Candidates are the parameters that require a gradient now, and those
-    that a plan names. A plan that already stands on the model is undone first.
+    that a plan names. A plan that already stands on the model gives way, and stands again after `undo()`.
 
     Args:
         plan: a `Plan`, or names as in `model.named_parameters()`; a tied tensor goes by any of its names.
@@ -62,15 +62,13 @@ def apply(
     check_norm_policy(bn)
     check_resting_policy(resting_state)
     model = unwrap(model)
-    names = _Names(model, optimizer)
-    trainable = names.resolve(plan)
+    trainable = _resolve(plan, model, optimizer)
     standing = _STANDING.get(model)
     if standing is not None:
-        standing.undo()
-    applied = Applied(model, names, optimizer, bn, resting_state)
-    _STANDING[model] = applied
+        standing._take_off()
+    applied = Applied(model, optimizer, bn, resting_state, below=standing)
     try:
-        applied._put(trainable)
+        applied._put_on(trainable)
     except BaseException:
         applied.undo()
         raise
@@ -83,26 +81,29 @@ class Applied:
     def __init__(
         self,
         model: nn.Module,
-        names: _Names,
         optimizer: Optimizer | None,
         bn: NormPolicy,
         resting_state: RestingPolicy,
+        *,
+        below: Applied | None,
     ) -> None:
         # Weakly: _STANDING maps the model to this object and must not keep it alive.
         self._model = weakref.ref(model)
-        self._names = names
+        self._optimizer = optimizer
         self._bn: NormPolicy = bn
-        self._before = {name: p.requires_grad for name, p in names.params.items()}
-        self._state = RestingState(optimizer, resting_state)
-        self._fused = FusedStart(optimizer) if optimizer is not None and FusedStart.needed(optimizer) else None
+        self._before: dict[nn.Parameter, bool] = {}
         self._trainable: tuple[str, ...] = ()
-        self._undone = False
+        self._state = RestingState(optimizer, resting_state)
+        self._fused: FusedStart | None = None
         self._compilations = Compilations()
-        make_lean(model)
+        self._undone = False
+        # Weakly too: a handle that nobody kept cannot be asked to go on, and a loop that calls `apply` over and over
+        # must not pile them up.
+        self._below = weakref.ref(below) if below is not None else None
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """The tensors that train now, by their names in `model.named_parameters()`, in the plan's order."""
+        """The tensors that train, by their names in `model.named_parameters()`, in the plan's order."""
         return self._trainable
 
     def update(self, plan: _HasTrainable | Iterable[str]) -> None:
@@ -111,31 +112,24 @@ class Applied:
         A tensor that goes to rest loses the gradient it had accumulated; one that stays keeps it; one that wakes
         accumulates from the next backward pass on. Call it, with the same plan, after `optimizer.load_state_dict`.
         """
-        if self._undone:
-            raise ConfigError("this plan was undone (or replaced by a later apply); call apply(model, plan) again")
-        self._put(self._names.resolve(plan))
+        model = self._standing_on()
+        self._put_on(_resolve(plan, model, self._optimizer))
 
     def undo(self) -> None:
-        """Restore flags and running-statistics modes as they were, and bring offloaded state back.
+        """Restore flags and running-statistics modes as they were, bring offloaded state back.
 
-        What was dropped does not come back: gradients of tensors that went to rest, their state under `"drop"`.
-        Calling it again does nothing.
+        A plan that this one was applied on top of stands again, if its handle was kept. What was dropped does not come
+        back: gradients of tensors that went to rest, their state under `"drop"`. Calling it again does nothing.
         """
         if self._undone:
             return
         self._undone = True
-        for name, param in self._names.params.items():
-            param.requires_grad_(self._before[name])
-        self._trainable = ()
-        self._state.settle(self._names.params.values(), ())
-        if self._fused is not None:
-            self._fused.remove()
         model = self._model()
-        if model is not None:
-            release_statistics(model)
-            make_plain(model)
-            unwatch_checkpoints(model)
-            _STANDING.pop(model, None)
+        if model is None or _STANDING.get(model, self) is self:
+            self._take_off()
+            below = self._next_below()
+            if below is not None:
+                below._put_on(below._trainable)
 
     def state_bytes(self) -> dict[str, int]:
         """The optimizer's state of the tensors that rest now, in bytes: `kept` in place, `dropped`, `offloaded`."""
@@ -154,29 +148,62 @@ class Applied:
         self.undo()
 
     def __repr__(self) -> str:
-        state = "undone" if self._undone else f"{len(self._trainable)} of {len(self._names.params)} tensors train"
+        state = "undone" if self._undone else f"{len(self._trainable)} of {len(self._before)} tensors train"
         return f"Applied({state}, bn={self._bn!r})"
 
-    def _put(self, trainable: tuple[str, ...]) -> None:
+    def _standing_on(self) -> nn.Module:
         model = self._model()
         if model is None:
             raise ModelError("the model that this plan stood on is gone; call apply on the model in use")
+        if self._undone:
+            raise ConfigError("this plan was undone; call apply(model, plan) again")
+        if _STANDING.get(model) is not self:
+            raise ConfigError("another plan was applied on top of this one; undo that one first")
+        return model
+
+    def _put_on(self, trainable: tuple[str, ...]) -> None:
+        model = self._model()
+        if model is None:
+            return
+        _STANDING[model] = self
         chosen = frozenset(trainable)
         self._compilations.moving_to(chosen)
-        for name, param in self._names.params.items():
+        active, resting = [], []
+        for name, param in model.named_parameters():
+            self._before.setdefault(param, param.requires_grad)
             if name in chosen:
                 param.requires_grad_(True)
+                active.append(param)
             else:
                 # None, not zeros: optimizers still apply decay and momentum to a zero gradient.
                 param.requires_grad_(False)
                 param.grad = None
+                resting.append(param)
         self._trainable = trainable
-        self._state.settle(
-            active=[p for name, p in self._names.params.items() if name in chosen],
-            resting=[p for name, p in self._names.params.items() if name not in chosen],
-        )
+        self._state.settle(active, resting)
+        if self._fused is None and self._optimizer is not None and FusedStart.needed(self._optimizer):
+            self._fused = FusedStart(self._optimizer)
         set_statistics(model, self._bn)
+        make_lean(model)
         watch_checkpoints(model)
+
+    def _take_off(self) -> None:
+        for param, flag in self._before.items():
+            param.requires_grad_(flag)
+        self._state.settle(self._before, ())
+        if self._fused is not None:
+            self._fused.remove()
+            self._fused = None
+        model = self._model()
+        if model is not None:
+            release_statistics(model)
+            make_plain(model)
+            unwatch_checkpoints(model)
+            _STANDING.pop(model, None)
+
+    def _next_below(self) -> Applied | None:
+        below = self._below() if self._below is not None else None
+        return below._next_below() if below is not None and below._undone else below
 
 
 _STANDING: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -193,37 +220,32 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-class _Names:
-    """The parameters of one model by name, and what may be asked of them."""
+def _resolve(plan: _HasTrainable | Iterable[str], model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
+    """The plan's tensors by the one name that `named_parameters()` gives each, in the plan's order.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
-        canonical = {id(param): name for name, param in self.params.items()}
-        self._aliases = {n: canonical[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-        self._held = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-    def resolve(self, plan: _HasTrainable | Iterable[str]) -> tuple[str, ...]:
-        """The plan's tensors by their one name each, in its order; everything wrong with it in one error."""
-        wanted: Any = plan.trainable if isinstance(plan, _HasTrainable) else plan
-        if isinstance(wanted, str):
-            raise ConfigError(f"a plan is a collection of names, not the one string {wanted!r}; write [{wanted!r}]")
-        wanted = tuple(wanted)
-        unknown = [name for name in wanted if name not in self._aliases]
-        if unknown:
-            raise ConfigError(
-                f"the model has no parameter {', '.join(map(repr, unknown))}; "
-                "a plan's names are those of model.named_parameters()"
-            )
-        names = tuple(dict.fromkeys(self._aliases[name] for name in wanted))
-        fixed = [
-            name for name in names if not (self.params[name].is_floating_point() or self.params[name].is_complex())
-        ]
-        if fixed:
-            raise ConfigError(f"{', '.join(fixed)}: integer tensors cannot be trained; leave them out of the plan")
-        absent = [name for name in names if self._held is not None and id(self.params[name]) not in self._held]
+    Everything that could make it train less than it says is an error: unknown names, tensors that no one will step.
+    """
+    wanted = plan.trainable if isinstance(plan, _HasTrainable) else plan
+    if isinstance(wanted, str):
+        raise ConfigError(f"a plan is a collection of names, not the one string {wanted!r}; write [{wanted!r}]")
+    wanted = tuple(wanted)
+    canonical = {param: name for name, param in model.named_parameters()}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    unknown = [name for name in wanted if name not in params]
+    if unknown:
+        raise ConfigError(
+            f"the model has no parameter {', '.join(map(repr, unknown))}; "
+            "a plan's names are those of model.named_parameters()"
+        )
+    fixed = [name for name in wanted if not (params[name].is_floating_point() or params[name].is_complex())]
+    if fixed:
+        raise ConfigError(f"{', '.join(fixed)}: integer tensors cannot be trained; leave them out of the plan")
+    if optimizer is not None:
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        absent = [name for name in wanted if params[name] not in held]
         if absent:
             raise ConfigError(
                 f"the optimizer does not hold {', '.join(absent)}: they would get gradients and never move; "
                 "build it over all the tensors that any plan may name (model.parameters()), before applying a plan"
             )
-        return names
+    return tuple(dict.fromkeys(canonical[params[name]] for name in wanted))
