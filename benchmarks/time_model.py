@@ -3,10 +3,10 @@
     python benchmarks/time_model.py --device cpu --threads 1 --batch-size 4 --image-size 96
     python benchmarks/time_model.py --device cuda --batch-size 64 --autocast bf16
 
-For each model: one profile, then random plans of every depth and density (branches split, since tensors are drawn one by
-one), each run for real, interleaved with full steps. Drift of the machine is divided out by those full steps. Beside our
-prediction stands the reference implementation's simpler model, fed with the same measured parts: forward taken as a third
-of the step, branches flattened to the chain of `named_parameters()`.
+For each model: one profile, then random plans of every depth and density (branches split, since tensors are drawn one
+by one), each run for real, interleaved with full steps. Drift of the machine is divided out by those full steps. Beside
+our prediction stands the reference implementation's simpler model, fed with the same measured parts: forward taken as a
+third of the step, branches flattened to the chain of `named_parameters()`.
 
 Writes results/time_model_plans_*.csv (a row a plan) and results/time_model_*.csv (a row a model); prints the latter.
 """
@@ -148,7 +148,9 @@ def _peak(stepper: Stepper, applied: Any, plan: list[str]) -> int:
     applied.update(plan)
     copies = sum(c.numel() * c.element_size() for _, c in stepper.pairs)
     state = stepper.optimizer.state if stepper.optimizer else {}
-    state_all = sum(v.numel() * v.element_size() for s in state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    state_all = sum(
+        v.numel() * v.element_size() for s in state.values() for v in s.values() if isinstance(v, torch.Tensor)
+    )
     mine = sum(
         v.numel() * v.element_size()
         for ours, copied in stepper.pairs
@@ -192,7 +194,17 @@ def main() -> None:
         write_csv(args.out / f"time_model_{tag}.csv", summaries)
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    columns = ["model", "median", "p95", "chain_median", "chain_p95", "stated_p95", "full_predicted", "profile_steps", "lane"]
+    columns = [
+        "model",
+        "median",
+        "p95",
+        "chain_median",
+        "chain_p95",
+        "stated_p95",
+        "full_predicted",
+        "profile_steps",
+        "lane",
+    ]
     print_table(summaries, columns + (["memory_median", "memory_p95"] if args.device == "cuda" else []))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastictrainer import importance, metrics
 from elastictrainer.budget import Budget
 from elastictrainer.errors import (
     BudgetError,
@@ -14,10 +15,12 @@ from elastictrainer.errors import (
     TrainingError,
 )
 from elastictrainer.profiling import Profile, profile
+from elastictrainer.runtime.apply import Applied, apply
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Applied",
     "Budget",
     "BudgetError",
     "CheckpointError",
@@ -29,5 +32,8 @@ __all__ = [
     "ProfileError",
     "TrainingError",
     "__version__",
+    "apply",
+    "importance",
+    "metrics",
     "profile",
 ]

@@ -1,4 +1,4 @@
-"""The backward graph as plain data: operations, the tensors that hang on them, and what training a set of them reaches."""
+"""The backward graph as plain data: operations, the tensors that hang on them, what training some reaches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,23 @@ from numpy.typing import NDArray
 
 from elastictrainer.errors import ProfileError
 
-__all__ = ["Graph", "Node", "TensorInfo"]
+__all__ = ["Graph", "Node", "TensorInfo", "block_of"]
+
+
+def block_of(name: str) -> str:
+    """The block that a module or tensor belongs to, for people: up to its first run of numbers, else its top level.
+
+    >>> [block_of(n) for n in ("layer4.2.conv3.weight", "blocks.3.1.conv_pw", "features.17.conv.0", "fc.weight")]
+    ['layer4.2', 'blocks.3.1', 'features.17', 'fc']
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            end = i + 1
+            while end < len(parts) and parts[end].isdigit():
+                end += 1
+            return ".".join(parts[:end])
+    return parts[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +75,9 @@ class Graph:
     def __post_init__(self) -> None:
         for index, node in enumerate(self.nodes):
             if any(deeper <= index for deeper in node.inputs):
-                raise ProfileError(f"graph node {index} ({node.kind}) hands a gradient to a node before it: not in backward order")
+                raise ProfileError(
+                    f"graph node {index} ({node.kind}) hands a gradient to a node before it: not in backward order"
+                )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -109,7 +127,9 @@ class Graph:
         unknown = [name for name in wanted if name not in self.index]
         if unknown:
             shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-            raise ProfileError(f"no such tensor in this profile: {shown}; its names are those of model.named_parameters()")
+            raise ProfileError(
+                f"no such tensor in this profile: {shown}; its names are those of model.named_parameters()"
+            )
         return np.fromiter((self.index[name] for name in dict.fromkeys(wanted)), dtype=np.intp)
 
     def reached(self, trained: NDArray[np.intp] | Sequence[int]) -> NDArray[np.bool_]:
@@ -130,7 +150,11 @@ class Graph:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Graph:
         return cls(
-            nodes=tuple(Node(kind, module, tuple(inputs), tuple(tensors)) for kind, module, inputs, tensors in data["nodes"]),
-            tensors=tuple(TensorInfo(name, tuple(shape), dtype, nbytes) for name, shape, dtype, nbytes in data["tensors"]),
+            nodes=tuple(
+                Node(kind, module, tuple(inputs), tuple(tensors)) for kind, module, inputs, tensors in data["nodes"]
+            ),
+            tensors=tuple(
+                TensorInfo(name, tuple(shape), dtype, nbytes) for name, shape, dtype, nbytes in data["tensors"]
+            ),
             unused=tuple(data["unused"]),
         )

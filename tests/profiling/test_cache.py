@@ -38,7 +38,9 @@ def test_whatever_changes_the_answer_changes_the_key(monkeypatch):
         "loss": _describe(model, batch, loss_fn=lambda m, b: classify(m, b) * 2),
         "structure": _describe(nn.Sequential(*list(model)[:-1], nn.Linear(8, 3, bias=False)), batch),
         "dtype": _describe(ZOO["chain"]()[0].double(), batch),
-        "stride": _describe(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False, stride=2), *list(model)[1:]), batch),
+        "stride": _describe(
+            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False, stride=2), *list(model)[1:]), batch
+        ),
     }
     with torch.autocast("cpu", dtype=torch.bfloat16):
         different["autocast"] = _describe(model, batch)
@@ -62,7 +64,9 @@ def test_autocast_inside_the_loss_function_is_seen():
 
         return loss
 
-    assert _describe(model, batch, loss_fn=with_dtype(torch.bfloat16)) != _describe(model, batch, loss_fn=with_dtype(torch.float16))
+    assert _describe(model, batch, loss_fn=with_dtype(torch.bfloat16)) != _describe(
+        model, batch, loss_fn=with_dtype(torch.float16)
+    )
 
 
 def test_a_damaged_entry_is_taken_again(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -41,8 +43,10 @@ def test_every_second_measured_is_charged_to_someone(name):
     traced, rng = _traced(name), np.random.default_rng(0)
     parts = _parts(traced, rng)
     alone = {
-        i: Alone(0.2, tuple(rng.random(len(row)))) for i, row in enumerate(traced.edges) if rng.random() < 0.7 and any(e is not None for e in row)
-    }  # fmt: skip
+        i: Alone(0.2, tuple(rng.random(len(row))))
+        for i, row in enumerate(traced.edges)
+        if rng.random() < 0.7 and any(e is not None for e in row)
+    }
     lane = raw_lane(traced, parts, alone)
     charged = lane.fused_s.sum() + lane.pass_s.sum() + lane.dw_s.sum()
     assert charged == pytest.approx(parts.all_s.sum() + parts.accumulate_s.sum())
@@ -71,10 +75,9 @@ def test_nonnegative_fit_agrees_with_scipy(seed):
 
 def _lane(traced, rng, **scalars):
     nodes, tensors = len(traced.graph.nodes), len(traced.graph.tensors)
-    return Lane(
-        scalars.get("name", "cpu"), scalars.get("forward", 1e-3), scalars.get("overhead", 0.0), rng.random(nodes) * 1e-4,
-        rng.random(nodes) * 1e-4, rng.random(nodes) * 1e-4, rng.random(tensors) * 2e-4, rng.random(tensors) * 1e-5,
-    )  # fmt: skip
+    forward, fused, passing = rng.random((3, nodes)) * 1e-4
+    own, optimizer = rng.random((2, tensors)) * [[2e-4], [1e-5]]
+    return Lane(scalars.get("name", "cpu"), scalars.get("forward", 1e-3), 0.0, forward, fused, passing, own, optimizer)
 
 
 def _memory(traced):
@@ -96,11 +99,20 @@ def test_what_the_parts_missed_is_found(scale, per_node):
     """A machine that is `scale` slower than its parts and pays per node: predictions must land, seen or unseen."""
     traced, rng = _traced(), np.random.default_rng(0)
     parts = _lane(traced, rng)
-    true = Lane(
-        "cpu", 1.2e-3, 0.0, parts.forward_s, parts.fused_s * scale + per_node, parts.pass_s * scale, parts.dw_s * scale + per_node, parts.opt_s
-    )  # fmt: skip
+    true = replace(
+        parts,
+        forward_total_s=1.2e-3,
+        fused_s=parts.fused_s * scale + per_node,
+        pass_s=parts.pass_s * scale,
+        dw_s=parts.dw_s * scale + per_node,
+    )
     lanes, error = calibrate(
-        traced.graph, _memory(traced), [parts], _measured(traced, [true]), forward_s=[1e-3], optimizer=[(0.0, parts.opt_s)]
+        traced.graph,
+        _memory(traced),
+        [parts],
+        _measured(traced, [true]),
+        forward_s=[1e-3],
+        optimizer=[(0.0, parts.opt_s)],
     )
     assert error.median < 0.01
     for _ in range(20):
@@ -115,7 +127,10 @@ def test_each_lane_learns_from_the_plans_it_binds():
     host = _lane(traced, rng, name="launch", forward=2e-3)
     device = Lane("device", 5e-4, 0.0, host.forward_s, host.fused_s * 4, host.pass_s * 4, host.dw_s * 4, host.opt_s)
     rows = _measured(traced, [host, device])
-    bound = {int(np.argmax([lane.step_s(traced.graph.reached(r.trained), np.asarray(r.trained)) for lane in (host, device)])) for r in rows}
+    bound = {
+        int(np.argmax([lane.step_s(traced.graph.reached(r.trained), np.asarray(r.trained)) for lane in (host, device)]))
+        for r in rows
+    }
     assert bound == {0, 1}
     lanes, error = calibrate(
         traced.graph, _memory(traced), [host, device], rows, forward_s=[2e-3, 5e-4], optimizer=[(0.0, host.opt_s)] * 2

@@ -94,7 +94,9 @@ def test_profiling_leaves_no_trace(kind):
     assert _equal((model.state_dict(), optimizer.state_dict()), before)
     assert all(p.grad is grads[n] for n, p in model.named_parameters())
     assert not model.shortcut.weight.requires_grad
-    assert flags == {n: (m.training, dict(m._forward_hooks), dict(m._forward_pre_hooks)) for n, m in model.named_modules()}
+    assert flags == {
+        n: (m.training, dict(m._forward_hooks), dict(m._forward_pre_hooks)) for n, m in model.named_modules()
+    }
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
     assert np.random.get_state()[1].tolist() == streams[2]  # noqa: NPY002
@@ -175,7 +177,9 @@ def test_a_scaled_profile_is_the_same_machine_at_another_speed():
     profile = _profile(ZOO["chain"]())
     slow = profile.scaled(2.0)
     assert slow.full_step_s == pytest.approx(2 * profile.full_step_s)
-    assert slow.step_s(profile.names[:2]) / slow.full_step_s == pytest.approx(profile.step_s(profile.names[:2]) / profile.full_step_s)
+    assert slow.step_s(profile.names[:2]) / slow.full_step_s == pytest.approx(
+        profile.step_s(profile.names[:2]) / profile.full_step_s
+    )
     assert profile.with_data(1.0).full_step_s == pytest.approx(profile.full_step_s + 1.0)
     with pytest.raises(ProfileError, match="positive"):
         profile.scaled(0.0)

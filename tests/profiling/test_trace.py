@@ -45,12 +45,12 @@ def test_reached_is_what_the_engine_runs(name):
         live = traced.locate(loss_fn(model, batch))
         ran: set[int] = set()
         for i, node in enumerate(live.operations):
-            node.register_prehook(lambda _, i=i: ran.add(i))
+            node.register_prehook(lambda _, i=i, ran=ran: ran.add(i))
         live.loss.backward(inputs=[parameters[traced.graph.names[k]] for k in chosen])
         assert ran == set(np.flatnonzero(traced.graph.reached(chosen)))
 
 
-# torch.matmul folds a resting weight into other operations than a trained one, so the tied output layer is left out here
+# torch.matmul folds a resting weight into other operations than a trained one, so the tied one is left out
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "tied text"])
 def test_reached_is_what_autograd_records(name):
     torch.manual_seed(0)

@@ -22,7 +22,13 @@ __all__ = ["Cache", "describe"]
 
 
 def describe(
-    model: nn.Module, candidates: Mapping[str, nn.Parameter], batch: Any, *, loss_fn: Any, optimizer: Optimizer | None, bn: str
+    model: nn.Module,
+    candidates: Mapping[str, nn.Parameter],
+    batch: Any,
+    *,
+    loss_fn: Any,
+    optimizer: Optimizer | None,
+    bn: str,
 ) -> dict[str, Any]:
     """Everything that a profile depends on, as plain data: the same description means the same price list."""
     first = next(iter(candidates.values()))
@@ -57,10 +63,11 @@ def device_name(device: torch.device) -> str:
         return str(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "model\t")))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model} ({os.cpu_count()} cores)"
+    except OSError:
+        lines = []
+    told = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    named = told.get("model name") or told.get("hardware") or platform.processor() or platform.machine()
+    return f"{named} ({os.cpu_count()} cores)"
 
 
 def _structure(model: nn.Module, candidates: Mapping[str, nn.Parameter]) -> str:
@@ -103,7 +110,7 @@ def _code(function: Any) -> str:
             digest.update(code.co_code + repr((code.co_names, [c for c in code.co_consts if _plain(c)])).encode())
             queue += [c for c in code.co_consts if hasattr(c, "co_code")]
             queue += [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
-            queue += [value for value in (item.__defaults__ or ())]
+            queue += item.__defaults__ or ()
         elif hasattr(item, "co_code"):
             digest.update(item.co_code + repr(item.co_names).encode())
         elif _plain(item) or isinstance(item, torch.dtype):
@@ -133,7 +140,10 @@ def _optimizer(optimizer: Optimizer | None) -> Any:
     if optimizer is None:
         return None
     kinds = ("momentum", "nesterov", "amsgrad", "foreach", "fused", "capturable", "centered")
-    settings = [{k: bool(group[k]) for k in kinds if k in group} | {"n": len(group["params"])} for group in optimizer.param_groups]
+    settings = [
+        {k: bool(group[k]) for k in kinds if k in group} | {"n": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__, settings]
 
 
@@ -162,8 +172,12 @@ class Cache:
         path = self._path(profile.context)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.folder, suffix=".tmp", delete=False, encoding="utf-8"
+            ) as file:
                 file.write(profile.to_json())
             os.replace(file.name, path)
         except OSError as error:
-            raise ProfileError(f"cannot keep the profile in {str(self.folder)!r}: {error}; pass another cache folder") from error
+            raise ProfileError(
+                f"cannot keep the profile in {str(self.folder)!r}: {error}; pass another cache folder"
+            ) from error

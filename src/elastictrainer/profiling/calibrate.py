@@ -1,13 +1,14 @@
 """From timed parts to a price list whose sums predict real steps, and an honest statement of how well.
 
-The parts miss what happens between them: the engine's own work per node, the allocator's for what is kept, caches, what a
-layer at rest does differently, and on a GPU that the host may be the one who is late. A handful of real plans is run
+The parts miss what happens between them: the engine's own work per node, the allocator's for what is kept, caches, what
+a layer at rest does differently, and on a GPU that the host may be the one who is late. A handful of real plans is run
 un-instrumented, interleaved with full steps so that a machine that slows down slows both, and the coefficients of
 
-    step(S) = forward + constant + a * passing(S) + b * own(S) + c * nodes(S) + d * tensors(S) + e * kept_bytes(S) + optimizer(S)
+    step(S) = forward + constant + a * passing(S) + b * own(S)
+              + c * nodes(S) + d * tensors(S) + e * kept_bytes(S) + optimizer(S)
 
-are fitted by non-negative least squares on relative errors, drawn to "the parts are right" (a = b = 1, the rest 0). Each
-coefficient is then folded into the nodes and tensors it belongs to, so a profile holds plain sums.
+are fitted by non-negative least squares on relative errors, drawn to "the parts are right" (a = b = 1, the rest 0).
+Each coefficient is then folded into the nodes and tensors it belongs to, so a profile holds plain sums.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Measured:
 
 
 def calibration_plans(graph: Graph, count: int, *, seed: int = 0) -> list[tuple[int, ...]]:
-    """Plans that cover depth and density: everything first, then the head, then every depth, thin and thick by turns."""
+    """Plans that cover depth and density: everything, the head, then every depth, thin and thick by turns."""
     rng = np.random.default_rng(seed)
     total = len(graph.tensors)
     head = tuple(graph.index[name] for name in graph.head) or (0,)
@@ -59,7 +60,12 @@ def calibration_plans(graph: Graph, count: int, *, seed: int = 0) -> list[tuple[
 
 
 def run_plans(
-    stepper: Stepper, plans: Sequence[tuple[int, ...]], train: Callable[[Sequence[int]], None], *, rounds: int, steps: int = 1
+    stepper: Stepper,
+    plans: Sequence[tuple[int, ...]],
+    train: Callable[[Sequence[int]], None],
+    *,
+    rounds: int,
+    steps: int = 1,
 ) -> tuple[list[Measured], float]:
     """Time each plan once a round, full steps between them; returns per-plan seconds and the forward pass's.
 
@@ -96,8 +102,8 @@ def run_plans(
 def raw_lane(trace: Trace, parts: PartTimes, alone: dict[int, Alone]) -> Lane:
     """Divide each operation's time among what it is paid for, before calibration.
 
-    With the deepest tensors alone trained (`passing_s`) an operation pays its fused part and its passing gradients; what
-    it takes beyond that with everything trained is its weights'. The proportions inside each come from `alone`.
+    With the deepest tensors alone trained (`passing_s`) an operation pays its fused part and its passing gradients;
+    what it takes beyond that with everything trained is its weights'. The proportions inside each come from `alone`.
     """
     graph = trace.graph
     sinks = deepest(trace)
@@ -140,7 +146,10 @@ def fit_optimizer(graph: Graph, plans: Sequence[tuple[int, ...]], seconds: Seque
     target = np.asarray(seconds)
     scale = np.maximum(rows.max(axis=0), 1e-30)
     weight = 1 / np.maximum(target, 1e-9)
-    fitted = nonnegative_fit(rows / scale * weight[:, None], target * weight, prior=np.zeros(3), trust=np.full(3, 1e-9)) / scale
+    fitted = (
+        nonnegative_fit(rows / scale * weight[:, None], target * weight, prior=np.zeros(3), trust=np.full(3, 1e-9))
+        / scale
+    )
     return float(fitted[0]), fitted[1] + fitted[2] * nbytes
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError, ProfileError
+from elastictrainer.graph import Graph
 from elastictrainer.profiling.cache import Cache, describe
 from elastictrainer.profiling.calibrate import calibrate, calibration_plans, fit_optimizer, raw_lane, run_plans
-from elastictrainer.graph import Graph
 from elastictrainer.profiling.profile import Memory, Profile, Residual
 from elastictrainer.profiling.steps import Stepper
 from elastictrainer.profiling.timing import split_alone, time_parts
@@ -117,11 +117,11 @@ def _measure(
         subsets = [plans[0], plans[0][: len(plans[0]) // 2] or plans[0], plans[1]]
         optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
         steps, warmup = (3, 1) if stepper.cuda else (1, 0)
-        rounds = max(1, min(8, round((effort - 15) / ((steps + warmup) * len(plans)))))  # a plan is 0.7 steps, and one round warms up
+        rounds = max(
+            1, min(8, round((effort - 15) / ((steps + warmup) * len(plans))))
+        )  # a plan is 0.7 steps, and one round warms up
         measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps)
-        memory = weigh(
-            model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train
-        )
+        memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
         forwards, optimizers = [forward_s], [optimizer_host]
         if stepper.cuda:
             forwards.append(stepper.device_s(lambda: loss_fn(model, batch)))

@@ -1,4 +1,4 @@
-"""Profile: what the operations and tensors of one model cost on one device, in seconds and bytes, and how sure of it we are."""
+"""Profile: what the tensors of one model cost on one device, in seconds and bytes, and how sure of it we are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One clock that every step waits for: `"cpu"`; on CUDA `"launch"` (the host issuing work) and `"device"` (doing it).
+    """A clock that every step waits for: `"cpu"`; on CUDA `"launch"` (the host issuing work) and `"device"`.
 
     Per node: `forward_s`; `fused_s`, paid when the node is reached at all; `pass_s`, what the operations above it pay
     to hand it a gradient. Per tensor: `dw_s`, its gradient, and `opt_s`, its share of the optimizer's step. Every step
@@ -47,7 +47,7 @@ class Lane:
 
     @cached_property
     def reach_s(self) -> Floats:
-        """Per node: the whole price of reaching it (an operation is reached if a trained tensor hangs on it or deeper)."""
+        """Per node: the whole price of reaching it, which a trained tensor on it or deeper does."""
         return self.fused_s + self.pass_s
 
     @cached_property
@@ -63,8 +63,8 @@ class Lane:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Lane:
-        arrays = {"forward_s", "fused_s", "pass_s", "dw_s", "opt_s"}
-        return cls(**{k: np.asarray(v, dtype=np.float64) if k in arrays else v for k, v in data.items()})
+        plain: dict[str, Any] = {k: np.asarray(v, np.float64) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,9 @@ class Profile:
         trained = self.graph.indices(names)
         return int(self._saved(self.graph.reached(trained), trained)[0].sum())
 
-    def _saved(self, reached: NDArray[np.bool_], trained: NDArray[np.intp]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    def _saved(
+        self, reached: NDArray[np.bool_], trained: NDArray[np.intp]
+    ) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
         """Per storage: bytes if it is held at all, and the last node that needs it."""
         storage, node, tensor, nbytes = self._holders
         is_trained = np.zeros(len(self.graph.tensors) + 1, dtype=np.bool_)  # the last entry stands for "no tensor"
@@ -239,7 +241,9 @@ class Profile:
     def from_dict(cls, data: dict[str, Any]) -> Profile:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ProfileError(f"not a profile of format {FORMAT} (found {found!r}); take it again with 'elastictrainer profile'")
+            raise ProfileError(
+                f"not a profile of format {FORMAT} (found {found!r}); take it again with 'elastictrainer profile'"
+            )
         try:
             return cls(
                 graph=Graph.from_dict(data["graph"]),
@@ -271,7 +275,8 @@ class Profile:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.names)} tensors, {len(self.graph.nodes)} operations; full step {format_seconds(self.full_step_s)}, "
+            f"{len(self.names)} tensors, {len(self.graph.nodes)} operations; "
+            f"full step {format_seconds(self.full_step_s)}, "
             f"forward {format_seconds(self.forward_s)}, peak {format_bytes(self.peak_bytes(self.names))}; "
             f"error {self.error}"
         )

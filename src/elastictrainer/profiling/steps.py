@@ -31,7 +31,7 @@ class Timed:
 
 
 class Stepper:
-    """Forward, backward and the optimizer's step of one batch under the plan that stands, timed as a training loop runs.
+    """Forward, backward and the optimizer's step of one batch under the plan that stands, as a training loop runs.
 
     The optimizer steps a deep copy of the parameters with the real gradients: the same work on the same shapes. On CUDA
     a few steps are issued back to back and the clock is read when the device has finished them, as in a loop that does
@@ -39,7 +39,12 @@ class Stepper:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, batch: Any, optimizer: Optimizer | None, parameters: Sequence[nn.Parameter]
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        optimizer: Optimizer | None,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
         self.model, self.loss_fn, self.batch = model, loss_fn, batch
         self.parameters = list(parameters)
@@ -118,7 +123,11 @@ class Stepper:
         if self.optimizer is None:
             return [0] * len(self.parameters)
         by_id = {
-            id(ours): sum(v.numel() * v.element_size() for v in self.optimizer.state[copied].values() if isinstance(v, torch.Tensor))
+            id(ours): sum(
+                v.numel() * v.element_size()
+                for v in self.optimizer.state[copied].values()
+                if isinstance(v, torch.Tensor)
+            )
             for ours, copied in self.pairs
             if copied in self.optimizer.state
         }

@@ -2,8 +2,8 @@
 
 Three measurements, none of which knows a layer type:
 
-- *in place*, everything trained (`all_s`) and only as much as makes every operation pass (`passing_s`): their difference
-  is what weights' own gradients cost, with the caches and the allocator as they are in real training;
+- *in place*, everything trained (`all_s`) and only as much as makes every operation pass (`passing_s`): their
+  difference is what weights' own gradients cost, with the caches and the allocator as they are in real training;
 - *alone*, each of an operation's gradients by itself and all together: what they share (the fused part) and how they
   divide. Only the proportions are used, since alone an operation finds its data in the cache.
 
@@ -68,7 +68,14 @@ def deepest(trace: Trace) -> tuple[int, ...]:
 
 
 def time_parts(
-    model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, parameters: Sequence[nn.Parameter], *, repeats: int, warmup: int = 1
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    trace: Trace,
+    parameters: Sequence[nn.Parameter],
+    *,
+    repeats: int,
+    warmup: int = 1,
 ) -> tuple[tuple[PartTimes, ...], tuple[Any, ...]]:
     """Time every part in place; also returns the geometry of the gradients each operation receives, for `split_alone`.
 
@@ -148,9 +155,11 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def _time_forward(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, weight_s: Floats, lane: str) -> Floats:
-    """Forward seconds per node: the clock is read at every module's door, and what lies between two doors is shared among
-    the nodes recorded there by their backward time.
+def _time_forward(
+    model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, weight_s: Floats, lane: str
+) -> Floats:
+    """Forward seconds per node: the clock is read at every module's door; what lies between two doors is shared among the
+    nodes recorded there by their backward time.
 
     A dispatch mode would time each operator, but torch decomposes some operators differently while one is active.
     """
@@ -165,7 +174,9 @@ def _time_forward(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *
         torch.cuda.synchronize()
     stamps = [*owners.stamps, last]
     spent = np.zeros(len(numbers))
-    room = np.searchsorted(np.asarray(owners.starts), numbers, side="right") - 1  # the interval each node was recorded in
+    room = (
+        np.searchsorted(np.asarray(owners.starts), numbers, side="right") - 1
+    )  # the interval each node was recorded in
     for interval in np.unique(room[room >= 0]):
         begin, end = stamps[interval], stamps[interval + 1]
         seconds = begin.elapsed_time(end) * 1e-3 if lane == "device" else end - begin
@@ -182,7 +193,7 @@ def _sequence_number(node: AutogradNode) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One operation run by itself: the share of all its gradients' work that is fused, and each gradient's own share."""
+    """One operation run by itself: the share of its work that is fused, and each gradient's own share."""
 
     fused: float
     edges: tuple[float, ...]
@@ -193,8 +204,8 @@ def split_alone(
 ) -> dict[int, Alone]:
     """Run each operation that has several gradients by itself: one gradient at a time, and all together.
 
-    `weight_s` says how much each operation matters. The values fed in are noise of the right shape: time does not depend
-    on them. Costs about `repeats * (edges + 1)` times the backward pass of the operations measured.
+    `weight_s` says how much each operation matters. The values fed in are noise of the right shape: time does not
+    depend on them. Costs about `repeats * (edges + 1)` times the backward pass of the operations measured.
     """
     out: dict[int, Alone] = {}
     total = float(weight_s.sum())
@@ -206,7 +217,7 @@ def split_alone(
         node = live.operations[i]
         outputs = [GradientEdge(node, o) for o, g in enumerate(geometry[i]) if g is not None]
         grads = [_noise(*g) for g in geometry[i] if g is not None]
-        targets = [GradientEdge(*node.next_functions[e]) for e in edges]
+        targets = [GradientEdge(*node.next_functions[e]) for e in edges]  # type: ignore[arg-type]
         try:
             single = [_fastest(outputs, [target], grads, cuda, repeats) for target in targets]
             together = _fastest(outputs, targets, grads, cuda, repeats)

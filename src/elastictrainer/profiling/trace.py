@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from elastictrainer.errors import ProfileError
 from elastictrainer.graph import Graph, Node, TensorInfo
 
-__all__ = ["Live", "LossFn", "Owners", "Trace", "forward", "note_owners", "trace"]
+__all__ = ["Live", "LossFn", "Owners", "Trace", "forward", "next_sequence_number", "note_owners", "trace"]
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -50,15 +50,17 @@ class Trace:
         met = list(_walk(loss))
         if [node.name() for node in met] != [kind for kind, _ in self.walk]:
             raise ProfileError(
-                "the model does not run the same operations every time (its backward graph changed between two passes over "
-                "one batch); a step like that has no fixed price: make its control flow depend on shapes only"
+                "the model does not run the same operations every time (its backward graph changed between two passes "
+                "over one batch); a step like that has no fixed price: make its control flow depend on shapes only"
             )
         for node, (_, index) in zip(met, self.walk):
             if index is not None and index >= 0:
                 operations[index] = node
             elif index is not None:
                 accumulators[-1 - index] = node
-        return Live(loss, tuple(n for n in operations if n is not None), tuple(n for n in accumulators if n is not None))
+        return Live(
+            loss, tuple(n for n in operations if n is not None), tuple(n for n in accumulators if n is not None)
+        )
 
 
 def forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Tensor:
@@ -78,7 +80,9 @@ def trace(model: nn.Module, loss_fn: LossFn, batch: Any, names: Mapping[str, nn.
     with note_owners(model) as owners:
         loss = forward(model, loss_fn, batch)
     if loss.grad_fn is None:
-        raise ProfileError("the loss does not depend on any trainable parameter: loss_fn must not detach it or run under no_grad")
+        raise ProfileError(
+            "the loss does not depend on any trainable parameter: loss_fn must not detach it or run under no_grad"
+        )
     by_id = {id(parameter): name for name, parameter in names.items()}
     met = list(_walk(loss))
     _refuse_reentrant(met, owners)
@@ -167,12 +171,17 @@ def _execution_order(loss: Tensor, met: list[AutogradNode]) -> list[AutogradNode
     return list(ran)
 
 
+def next_sequence_number() -> int:
+    """The number that autograd will give the next node it records on this thread."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
 class Owners:
     """Which module's forward made a node, by the sequence numbers that autograd hands out as it records."""
 
     def __init__(self, stamp: Callable[[], Any]) -> None:
         self.stamp = stamp
-        self.starts: list[int] = [torch.autograd._get_sequence_nr()]
+        self.starts: list[int] = [next_sequence_number()]
         self.names: list[str] = [""]
         self.stamps: list[Any] = [stamp()]
         self.stack: list[str] = [""]
@@ -186,7 +195,7 @@ class Owners:
         self._mark()
 
     def _mark(self) -> None:
-        self.starts.append(torch.autograd._get_sequence_nr())
+        self.starts.append(next_sequence_number())
         self.names.append(self.stack[-1])
         self.stamps.append(self.stamp())
 
@@ -219,6 +228,6 @@ def _refuse_reentrant(met: list[AutogradNode], owners: Owners) -> None:
         if getattr(node, "_forward_cls", None) is CheckpointFunction:
             where = owners.of(node) or "the model"
             raise ProfileError(
-                f"{where} uses re-entrant checkpointing, which hides its tensors from autograd's graph and breaks when the first "
-                f"layers rest; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) there"
+                f"{where} uses re-entrant checkpointing, which hides its tensors from autograd's graph and breaks when the "
+                f"first layers rest; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) there"
             )

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from elastictrainer.profiling.profile import Memory, Storage
 from elastictrainer.profiling.timing import deepest
-from elastictrainer.profiling.trace import LossFn, Owners, Trace, forward, note_owners
+from elastictrainer.profiling.trace import LossFn, Owners, Trace, forward, next_sequence_number, note_owners
 
 __all__ = ["tensors_in", "weigh"]
 
@@ -22,7 +22,14 @@ Kept = dict[int, list[tuple[int, int]]]  # node -> (storage, bytes) in the order
 
 
 def weigh(
-    model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, geometry: Sequence[Any], state_bytes: Sequence[int], train: Apply
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    trace: Trace,
+    *,
+    geometry: Sequence[Any],
+    state_bytes: Sequence[int],
+    train: Apply,
 ) -> Memory:
     """Run forward under three plans (`train(indices)` applies one) and see what each node keeps under each.
 
@@ -113,14 +120,16 @@ def _grad_bytes(geometry: Any) -> int:
     return sum(int(np.prod(g[0], dtype=np.int64)) * g[2].itemsize for g in geometry or () if g is not None)
 
 
-def _record(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> tuple[Tensor, Owners, list[tuple[int, int, int]]]:
+def _record(
+    model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]
+) -> tuple[Tensor, Owners, list[tuple[int, int, int]]]:
     """The loss, still holding what it saved, and (sequence number, storage, bytes) of each tensor saved."""
     rows: list[tuple[int, int, int]] = []
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided and _storage(tensor) not in fixed:
             # autograd makes the node before it saves for it: the last number handed out is the node's own
-            rows.append((torch.autograd._get_sequence_nr() - 1, _storage(tensor), tensor.untyped_storage().nbytes()))
+            rows.append((next_sequence_number() - 1, _storage(tensor), tensor.untyped_storage().nbytes()))
         return tensor.detach()  # a node that keeps its own output through a hook would keep itself alive for ever
 
     with note_owners(model) as owners, saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -130,7 +139,7 @@ def _record(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> t
 
 def _kept(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: set[int]) -> Kept:
     loss, _, rows = _record(model, loss_fn, batch, fixed)
-    node_of = {node._sequence_nr(): i for i, node in enumerate(trace.locate(loss).operations)}  # type: ignore[attr-defined]
+    node_of = {node._sequence_nr(): i for i, node in enumerate(trace.locate(loss).operations)}
     kept: Kept = {}
     for number, storage, nbytes in rows:
         if number in node_of:
@@ -139,7 +148,7 @@ def _kept(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: se
 
 
 def _kept_sizes(model: nn.Module, loss_fn: LossFn, batch: Any, fixed: set[int]) -> dict[str, Counter[int]]:
-    """How often each size was kept by each module. Not by node: torch may choose other operations for resting tensors."""
+    """How often each size was kept by each module (not node: torch may run other operations on resting tensors)."""
     _loss, owners, rows = _record(model, loss_fn, batch, fixed)
     sizes: dict[str, Counter[int]] = {}
     for number, _, nbytes in rows:
