@@ -7,9 +7,9 @@ import difflib
 from elastictrainer.errors import ConfigError
 from elastictrainer.policies.baselines import BN_BIAS, FULL, HEAD, SUFFIX
 from elastictrainer.policies.elastic import ELASTIC, RANDOM
-from elastictrainer.policies.policy import Pin, Policy, pinned_names
+from elastictrainer.policies.policy import Policy
 
-__all__ = ["POLICIES", "Pin", "Policy", "find_policy", "pinned_names"]
+__all__ = ["POLICIES", "Policy", "find_policy"]
 
 POLICIES: dict[str, Policy] = {p.name: p for p in (ELASTIC, FULL, HEAD, BN_BIAS, SUFFIX, RANDOM)}
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from elastictrainer.budget import Budget, format_bytes, format_seconds, parse_bytes
 from elastictrainer.errors import BudgetError
 from elastictrainer.plan import Plan
-from elastictrainer.policies.policy import Pin, Policy, pinned_names
+from elastictrainer.policies.policy import Policy
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.selection import Pin, pinned
 
 __all__ = ["BN_BIAS", "FULL", "HEAD", "SUFFIX"]
 
@@ -24,7 +25,7 @@ def plan_full(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pin,
 
 def plan_head(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pin, memory: MemoryLike) -> Plan:
     """The output-most layer, and whatever else is pinned."""
-    return _fixed(profile, (*profile.graph.head, *pinned_names(profile, pin)), "head", memory)
+    return _fixed(profile, (*profile.graph.head, *pinned(profile, pin)), "head", memory)
 
 
 def plan_bn_bias(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pin, memory: MemoryLike) -> Plan:
@@ -34,7 +35,7 @@ def plan_bn_bias(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: P
     dimension are exactly these, and no table of class names has to keep up with new ones.
     """
     vectors = [tensor.name for tensor in profile.graph.tensors if len(tensor.shape) <= 1]
-    return _fixed(profile, (*vectors, *pinned_names(profile, pin)), "bn_bias", memory)
+    return _fixed(profile, (*vectors, *pinned(profile, pin)), "bn_bias", memory)
 
 
 def plan_suffix(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pin, memory: MemoryLike) -> Plan:
@@ -42,20 +43,20 @@ def plan_suffix(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pi
 
     The first tensor that does not fit ends it: a suffix has no holes. Found by bisection, since cost only grows.
     """
-    pinned = set(pinned_names(profile, pin))
-    order = [name for name in profile.names if name not in pinned]
+    held = set(pinned(profile, pin))
+    order = [name for name in profile.names if name not in held]
     limit_s = None if budget is None else Budget.parse(budget).seconds(profile.full_step_s)
     limit_bytes = None if memory is None else parse_bytes(memory)
 
     def names(count: int) -> list[str]:
-        return [*pinned, *order[:count]]
+        return [*held, *order[:count]]
 
     def fits(count: int) -> bool:
         if limit_s is not None and profile.step_s(names(count)) > limit_s:
             return False
         return limit_bytes is None or profile.peak_bytes(names(count)) <= limit_bytes
 
-    least = 0 if pinned else 1
+    least = 0 if held else 1
     if not fits(least):
         raise _too_small(profile, names(least), limit_s, limit_bytes, budget)
     low, high = least, len(order)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from elastictrainer.budget import Budget
 from elastictrainer.plan import Plan
-from elastictrainer.policies.policy import Pin, Policy, pinned_names
+from elastictrainer.policies.policy import Policy
 from elastictrainer.profiling.profile import Profile
-from elastictrainer.selection import select
+from elastictrainer.selection import Pin, select
 
 __all__ = ["ELASTIC", "RANDOM"]
 
@@ -23,7 +23,7 @@ def plan_elastic(
 ) -> Plan:
     """The most importance that fits the budget (ElasticTrainer section 6), pinned tensors bought first."""
     assert scores is not None  # Policy.plan has checked
-    return select(profile, scores, budget=budget, pin=pinned_names(profile, pin), memory=memory)
+    return select(profile, scores, budget=budget, pin=pin, memory=memory)
 
 
 ELASTIC = Policy(

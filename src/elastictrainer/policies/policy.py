@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Protocol
 
 from elastictrainer.budget import Budget
 from elastictrainer.errors import ConfigError
 from elastictrainer.plan import Plan
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.selection import Pin
 
-__all__ = ["Pin", "Planner", "Policy", "pinned_names"]
-
-Pin = str | Iterable[str] | Callable[[str], bool]
+__all__ = ["Planner", "Policy"]
 
 
 class Planner(Protocol):
@@ -67,23 +65,3 @@ class Policy:
         if self.needs_scores and scores is None:
             raise ConfigError(f"policy {self.name!r} plans by importance and was given no scores; probe first")
         return self.planner(profile, scores, budget=budget, pin=pin, memory=memory)
-
-
-def pinned_names(profile: Profile, pin: Pin) -> tuple[str, ...]:
-    """The tensors that a pin means, in backward order: `"head"`, names, glob patterns, or a test of the name.
-
-    Raises:
-        ConfigError: a name or pattern that fits no tensor of the profile.
-    """
-    if callable(pin):
-        return profile.select_names(pin)
-    wanted = [pin] if isinstance(pin, str) else list(pin)
-    chosen: set[str] = set()
-    for pattern in wanted:
-        found = profile.graph.head if pattern == "head" else [n for n in profile.names if fnmatchcase(n, pattern)]
-        if not found:
-            raise ConfigError(
-                f"pin {pattern!r} fits no tensor of this model; write 'head', a name or a pattern like 'layer4.*'"
-            )
-        chosen.update(found)
-    return tuple(name for name in profile.names if name in chosen)

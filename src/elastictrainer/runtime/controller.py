@@ -19,7 +19,7 @@ from elastictrainer.budget import Budget
 from elastictrainer.errors import CheckpointError, ConfigError, DataError, ProfileError
 from elastictrainer.importance import find_importance
 from elastictrainer.plan import Plan
-from elastictrainer.policies import Pin, Policy, find_policy
+from elastictrainer.policies import Policy, find_policy
 from elastictrainer.profiling import profile as take_profile
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.apply import Applied, apply, unwrap
@@ -28,6 +28,7 @@ from elastictrainer.runtime.lookahead import Lookahead
 from elastictrainer.runtime.ranks import from_first_rank, ranks
 from elastictrainer.runtime.steering import Steering
 from elastictrainer.runtime.untouched import untouched
+from elastictrainer.selection import Pin
 
 __all__ = ["Elastic"]
 
@@ -154,9 +155,10 @@ class Elastic:
                 if batch is _END:
                     break
                 window.waited(ahead.waited_s, already_excluded=held)
-                yield batch  # type: ignore[misc]  # _END is gone
+                # Counted when handed out: a state taken in the loop's body, after the step, is then up to date.
                 self.steps += 1
                 self._epoch_step += 1
+                yield batch  # type: ignore[misc]  # _END is gone
                 window.step()
                 if window.full:
                     self._close_window()
@@ -409,7 +411,10 @@ class Elastic:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, in plain types that JSON can hold: the profile, the plan, scores and accounts."""
+        """Everything needed to go on, in plain types that JSON can hold: the profile, the plan, scores and accounts.
+
+        Take it after the optimizer's step or between epochs; the batch last handed out counts as trained on.
+        """
         return {
             "format": FORMAT,
             "policy": self.policy.name,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget, parse_seconds
 from elastictrainer.errors import TrainingError
-from elastictrainer.policies import Pin, Policy
+from elastictrainer.policies import Policy
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.evaluate import Metric
 from elastictrainer.runtime.interval import Interval
@@ -21,6 +21,7 @@ from elastictrainer.runtime.result import Result
 from elastictrainer.runtime.run import Run
 from elastictrainer.runtime.settings import Settings
 from elastictrainer.runtime.stops import Interrupts, explain_memory, is_out_of_memory
+from elastictrainer.selection import Pin
 
 __all__ = ["fit"]
 
@@ -60,6 +61,7 @@ def fit(
     progress: bool = True,
     tensorboard: bool = False,
     config: dict[str, Any] | None = None,
+    weights_metadata: dict[str, str] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Result:
     """Fine-tune a model within a budget.
@@ -100,6 +102,7 @@ def fit(
         seed: starts every random stream of the process; data order and random transforms have streams of their own.
         deterministic: decisions rest on nothing timed while running, kernels are deterministic: on a CPU a run killed
             any number of times ends with bit-equal weights.
+        weights_metadata: text to be kept inside `model.safetensors`, such as what is needed to load it again.
         config: more to be written into `config.yaml` (model, data, ...); a resumed run must agree in all of it.
 
     Raises:
@@ -112,6 +115,7 @@ def fit(
         epochs=epochs, accumulate=accumulate, clip=clip, autocast=autocast, early_stop=early_stop, seed=seed,
         deterministic=deterministic, checkpoint_every_s=parse_seconds(checkpoint_every), resume=resume,
         scheduler=scheduler, metric=metric, progress=progress, tensorboard=tensorboard,
+        weights_metadata=weights_metadata or {},
     )  # fmt: skip
     deciding = {
         "budget": budget, "policy": policy, "importance": importance, "interval": interval, "pin": pin,

@@ -107,7 +107,7 @@ def versions(device: torch.device) -> dict[str, Any]:
     return {
         "device": f"{device.type} ({name})",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "elastictrainer": __version__,
         "platform": platform.platform(),

@@ -345,7 +345,8 @@ class Run:
         test = self.evaluate(test_loader) if test_loader is not None else None
         result = self._result(test, kept)
         if self.folder is not None:
-            self.folder.write_weights("model.safetensors", unwrap(self.model).state_dict(), {"epoch": str(kept + 1)})
+            about = {**self.settings.weights_metadata, "epoch": str(kept + 1)}
+            self.folder.write_weights("model.safetensors", unwrap(self.model).state_dict(), about)
             self.folder.write_json("result.json", result.to_dict())
         return result
 
@@ -365,7 +366,7 @@ class Run:
             budget=self.config["budget"] if stats["budget"] else None,
             seed=self.settings.seed,
             device=versions(self.device)["device"],
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             epochs=record.epoch,
             batch_size=batch_size(self.train_loader),
             steps=record.step,

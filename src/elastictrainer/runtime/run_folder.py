@@ -82,7 +82,7 @@ class RunFolder:
         folder = cls(path)
         try:
             before = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-            asked = yaml.safe_load(yaml.safe_dump(dict(config)))
+            asked = yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {reason(error)}") from error
         before = before if isinstance(before, dict) else {}

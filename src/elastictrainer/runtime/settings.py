@@ -37,6 +37,7 @@ class Settings:
     metric: Metric | Literal["auto"] | None
     progress: bool
     tensorboard: bool
+    weights_metadata: dict[str, str]
 
     def check(self, *, has_validation: bool, has_folder: bool, steps_per_epoch: int | None) -> None:
         """Everything wrong with them, in one error."""

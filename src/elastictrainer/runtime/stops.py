@@ -69,7 +69,7 @@ def explain_memory(elastic: Elastic, *, step: int) -> str:
     except BudgetError as error:
         return f"{story}; no plan fits in {format_bytes(limit)} ({error}); use a smaller batch"
     return (
-        f"{story}; with memory='{limit // 2**20}MiB' a plan of {len(smaller.trainable)} tensors at "
+        f"{story}; with memory='{format_bytes(limit)}' a plan of {len(smaller.trainable)} tensors at "
         f"{smaller.ratio:.2f}x would hold {format_bytes(smaller.peak_bytes)}"
     )
 

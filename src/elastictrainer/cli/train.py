@@ -1,0 +1,209 @@
+"""`elastictrainer train`: fine-tune a network on images within a budget."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from elastictrainer.cli import options
+from elastictrainer.cli.app import app
+from elastictrainer.cli.output import Output
+
+if TYPE_CHECKING:
+    from elastictrainer.runtime.result import Result
+
+__all__ = ["train"]
+
+_TRAINING, _PLAN, _OUTPUT = "Training", "Budget and plan", "Output"
+
+WeightDecay = Annotated[
+    float, typer.Option("--weight-decay", min=0.0, help="Weight decay, decoupled.", rich_help_panel=_TRAINING)
+]
+Accumulate = Annotated[
+    int, typer.Option("--accumulate", min=1, help="Batches whose gradients make one step.", rich_help_panel=_TRAINING)
+]
+Clip = Annotated[
+    float | None,
+    typer.Option("--clip", help="The largest norm of the gradients of what trains.", rich_help_panel=_TRAINING),
+]
+Autocast = Annotated[
+    Literal["bf16", "fp16"] | None,
+    typer.Option("--autocast", help="Half precision where it is safe.", rich_help_panel=_TRAINING),
+]
+Schedule = Annotated[
+    Literal["cosine", "none"],
+    typer.Option("--schedule", help="Learning rate over the run.", rich_help_panel=_TRAINING),
+]
+EarlyStop = Annotated[
+    int | None,
+    typer.Option(
+        "--early-stop", min=1, help="Stop after so many epochs without a better validation.", rich_help_panel=_TRAINING
+    ),
+]
+ProbeBatches = Annotated[
+    int, typer.Option("--probe-batches", min=1, help="Batches that importance is measured on.", rich_help_panel=_PLAN)
+]
+Norms = Annotated[
+    Literal["frozen", "track", "with_owner"],
+    typer.Option("--bn", help="What running statistics of norm layers do.", rich_help_panel=_PLAN),
+]
+RestingState = Annotated[
+    Literal["keep", "drop", "offload"],
+    typer.Option("--resting-state", help="Optimizer state of tensors that rest.", rich_help_panel=_PLAN),
+]
+Feedback = Annotated[
+    bool,
+    typer.Option("--feedback/--no-feedback", help="Correct predictions by measured steps.", rich_help_panel=_PLAN),
+]
+CheckpointEvery = Annotated[
+    str,
+    typer.Option("--checkpoint-every", help="Time between checkpoints within an epoch.", rich_help_panel=_OUTPUT),
+]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Also write TensorBoard's event files.", rich_help_panel=_OUTPUT)
+]
+
+
+@app.command()
+def train(
+    model: options.Model = "builtin",
+    weights: options.Weights = None,
+    model_options: options.ModelOptions = None,
+    normalize: options.Normalize = None,
+    data: options.Data = "builtin",
+    image_size: options.ImageSize = None,
+    batch_size: options.BatchSize = 16,
+    epochs: options.Epochs = 12,
+    optimizer: options.Optimizer = "sgd",
+    lr: options.LearningRate = 3e-3,
+    weight_decay: WeightDecay = 0.0,
+    schedule: Schedule = "cosine",
+    accumulate: Accumulate = 1,
+    clip: Clip = None,
+    autocast: Autocast = None,
+    early_stop: EarlyStop = None,
+    policy: options.Policy = "elastic",
+    importance: options.Importance = "elastic",
+    interval: options.Interval = "3",
+    budget: options.Budget = "0.5x",
+    memory: options.Memory = None,
+    pin: options.Pin = None,
+    probe_batches: ProbeBatches = 8,
+    bn: Norms = "frozen",
+    resting_state: RestingState = "keep",
+    profile: options.ProfileFile = None,
+    feedback: Feedback = True,
+    seed: options.Seed = 0,
+    deterministic: options.Deterministic = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    out: options.Out = None,
+    resume: options.Resume = False,
+    checkpoint_every: CheckpointEvery = "10min",
+    tensorboard: TensorBoard = False,
+    as_json: options.Json = False,
+) -> None:
+    """Fine-tune a network on images within a budget.
+
+    Without options it trains the built-in network on the built-in images at half of full training's time. The budget
+    is a share of full training ('0.5x') or a time for all training steps together ('30min'). Everything about the run
+    is left in --out; killed at any moment, it goes on with --resume and the same options.
+
+    \b
+    elastictrainer train
+    elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds
+    elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds --resume
+    """
+    from torch.nn.functional import cross_entropy
+
+    from elastictrainer.cli.machine import prepare
+    from elastictrainer.data import load_images, load_model
+    from elastictrainer.errors import ConfigError
+    from elastictrainer.runtime.loop import fit
+    from elastictrainer.runtime.optimizers import make_optimizer
+
+    if resume and out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    screen = Output(as_json)
+    where = prepare(device, threads=threads, seed=seed, deterministic=deterministic)
+    folder = out if out is not None else _new_folder(Path("runs"))
+    # The images say how many classes the network needs, the network how its images must look: size and scale first.
+    shape = load_model(model, weights=weights, image_size=image_size, model_options=model_options, normalize=normalize)
+    images = load_images(
+        data, image_size=image_size or shape.image_size, normalize=shape.normalisation, batch_size=batch_size,
+        seed=seed, device=where,
+    )  # fmt: skip
+    loaded = load_model(
+        model, num_classes=images.num_classes, weights=weights, image_size=images.image_size,
+        model_options=model_options, normalize=normalize, seed=seed,
+    )  # fmt: skip
+    screen.say(str(loaded))
+    screen.say(str(images))
+    for note in images.notes:
+        screen.say(note)
+    network = loaded.model.to(where)
+    result = fit(
+        network,
+        make_optimizer(optimizer, network.parameters(), lr=lr, weight_decay=weight_decay),
+        lambda net, batch: cross_entropy(net(batch[0]), batch[1]),
+        images.train,
+        epochs=epochs,
+        budget=budget or "1x",
+        policy=policy,
+        importance=importance,
+        interval=interval,
+        pin=tuple(pin) if pin else "head",
+        probe_batches=probe_batches,
+        memory=memory,
+        bn=bn,
+        resting_state=resting_state,
+        val_loader=images.val,
+        test_loader=images.test,
+        scheduler=None if schedule == "none" else schedule,
+        accumulate=accumulate,
+        clip=clip,
+        autocast=autocast,
+        early_stop=early_stop,
+        out=folder,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+        deterministic=deterministic,
+        feedback=feedback,
+        profile=profile,
+        progress=not as_json,
+        tensorboard=tensorboard,
+        config={"model": loaded.name, "weights": loaded.source, **images.to_dict()},
+        weights_metadata=loaded.metadata(),
+    )
+    _show(screen, result, images.num_classes)
+
+
+def _show(screen: Output, result: Result, classes: int) -> None:
+    from elastictrainer.budget import format_bytes, format_seconds
+
+    accuracy = result.accuracy["final"]
+    asked = "-" if result.budget is None else result.budget
+    rows: list[tuple[str, Any]] = [
+        (f"accuracy ({result.accuracy['of']})", "-" if accuracy is None else f"{accuracy:.1%}"),
+        ("training", format_seconds(result.train_s)),
+        ("of it deciding", format_seconds(sum(result.overhead_s.values()))),
+        ("evaluation", format_seconds(result.eval_s)),
+        ("budget asked", asked),
+        ("ratio got", "-" if result.measured_ratio is None else f"{result.measured_ratio:.3f}x"),
+        ("peak memory", "no meter" if result.peak_bytes is None else format_bytes(result.peak_bytes)),
+        ("energy", "no meter" if result.energy_j is None else f"{result.energy_j:.0f} J"),
+    ]
+    screen.say()
+    screen.table((result.policy, ""), rows)
+    screen.say()
+    screen.say(f"everything about this run: {result.folder}")
+    screen.document(result.to_dict())
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder that is not there yet: runs/train-1, runs/train-2, ..."""
+    return next(path for n in count(1) if not (path := parent / f"train-{n}").exists())

@@ -1,0 +1,399 @@
+"""The one loop: what it leaves behind, what it refuses, how it stops."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from loop_support import Machine, batches, chain_profile, cross_entropy, small_net
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, DataError, TrainingError
+from elastictrainer.importance import IMPORTANCES
+from elastictrainer.policies import POLICIES
+from elastictrainer.runtime import checkpoint
+from elastictrainer.runtime.loop import fit
+from elastictrainer.runtime.optimizers import make_optimizer
+from elastictrainer.runtime.result import Result
+
+
+def run(out: Path | None = None, *, model: nn.Module | None = None, optimizer: str = "sgd", **options: Any) -> Result:
+    model = small_net() if model is None else model
+    options.setdefault("profile", chain_profile(model))
+    options.setdefault("epochs", 3)
+    options.setdefault("interval", 1)
+    data = options.pop("data", None) or batches(12)
+    loss_fn = options.pop("loss_fn", cross_entropy)
+    lr = options.pop("lr", 0.05)
+    return fit(
+        model, make_optimizer(optimizer, model.parameters(), lr=lr), loss_fn, data, out=out, progress=False, **options
+    )
+
+
+# -- what it leaves behind -------------------------------------------------------------------------------------------
+
+
+def test_the_run_folder_is_what_the_design_says(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = run(out, val_loader=batches(3, seed=1), test_loader=batches(3, seed=2), config={"model": "small"})
+    names = {path.name for path in out.iterdir()}
+    assert names >= {
+        "config.yaml", "metrics.jsonl", "plans.jsonl", "profile.json", "result.json", "model.safetensors", "checkpoint",
+    }  # fmt: skip
+    document = json.loads((out / "result.json").read_text())
+    assert document.keys() >= {
+        "policy", "budget", "seed", "device", "torch", "epochs", "batch_size", "train_s", "eval_s", "full_step_s",
+        "step_s", "predicted_ratio", "measured_ratio", "accuracy", "overhead_s", "peak_bytes", "flops", "energy_j",
+    }  # fmt: skip
+    assert document["overhead_s"].keys() >= {"profile", "probe", "select", "apply"}
+    assert len(document["accuracy"]["per_epoch"]) == 3
+    assert document["accuracy"]["of"] == "test"
+    assert Result.from_dict(document) == result
+    epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in epochs] == [1, 2, 3]
+    plans = [json.loads(line) for line in (out / "plans.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in plans if line["reason"] != "trim"] == [0, 12, 24]
+    assert all(line["scores"].keys() == set(chain_profile(small_net()).names) for line in plans)
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["model"] == "small"
+    assert config["optimizer"]["name"] == "SGDW"
+    assert load_file(out / "model.safetensors").keys() == small_net().state_dict().keys()
+
+
+def test_it_learns_and_the_model_ends_as_the_best_on_validation(tmp_path: Path) -> None:
+    model = small_net()
+    result = run(
+        tmp_path / "run", model=model, epochs=6, data=batches(40), val_loader=batches(10, seed=1), budget="0.7x", lr=0.1
+    )
+    assert result.accuracy["final"] > 0.6
+    assert result.accuracy["final"] == max(result.accuracy["per_epoch"])
+    kept = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_the_best_epoch_is_never_chosen_on_the_test_data() -> None:
+    """Trap 13."""
+    with_test = small_net()
+    run(model=with_test, test_loader=batches(3, seed=2))
+    without = small_net()
+    run(model=without)
+    for a, b in zip(with_test.parameters(), without.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_without_a_folder_nothing_is_written_and_the_best_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = small_net()
+    # Validation labels are wrong on purpose: learning makes it worse, so an early epoch is best.
+    wrong = [(x, (y + 1) % 3) for x, y in batches(5, seed=1)]
+    result = run(model=model, epochs=5, data=batches(40), val_loader=wrong, lr=0.2, policy="full")
+    assert result.best_epoch is not None
+    assert result.best_epoch < 5
+    with torch.no_grad():
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in wrong)
+    assert right / 30 == result.accuracy["final"] == max(result.accuracy["per_epoch"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_early_stop_waits_and_then_stops() -> None:
+    wrong = [(x, (y + 1) % 3) for x, y in batches(5, seed=1)]
+    result = run(epochs=9, data=batches(40), val_loader=wrong, lr=0.2, policy="full", early_stop=2)
+    assert result.best_epoch is not None
+    assert result.epochs == result.best_epoch + 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_goes_through_the_one_loop(policy: str, tmp_path: Path) -> None:
+    result = run(tmp_path / "run", policy=policy, budget="0.6x", val_loader=batches(2))
+    assert result.policy == policy
+    assert result.steps == 36
+    assert result.flops
+    assert result.flops > 0
+
+
+@pytest.mark.parametrize("importance", IMPORTANCES)
+def test_elastic_with_every_importance(importance: str) -> None:
+    result = run(importance=importance, budget="0.6x", feedback=False)
+    assert result.importance == importance
+    assert all(plan["predicted_ratio"] <= 0.6 + 1e-9 for plan in result.plans)
+
+
+def test_a_time_for_the_whole_run_is_shared_out_among_its_steps() -> None:
+    model = small_net()
+    machine = Machine(chain_profile(model))
+    deadline = 36 * 0.6 * machine.profile.full_step_s
+    result = run(
+        model=model, profile=machine.profile, budget=f"{deadline}s", loss_fn=machine.loss_fn, clock=machine.clock,
+        deterministic=True,
+    )  # fmt: skip
+    assert result.budget is not None
+    assert all(plan["predicted_ratio"] <= 0.6 + 1e-9 for plan in result.plans)
+    assert max(plan["predicted_ratio"] for plan in result.plans) > 0.5
+
+
+def test_accumulation_is_a_larger_batch() -> None:
+    data = batches(6, size=4)
+    pairs = [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in zip(data[::2], data[1::2])]
+    single, double = small_net(), small_net()
+    options: dict[str, Any] = {"policy": "full", "bn": "frozen", "scheduler": None, "epochs": 2}
+    run(model=single, data=pairs, **options)
+    run(model=double, data=data, accumulate=2, **options)
+    for a, b in zip(single.parameters(), double.parameters()):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_an_unfinished_group_is_not_lost() -> None:
+    result = run(data=batches(5), accumulate=2, epochs=2, policy="full", interval=1)
+    assert result.steps == 10
+
+
+def test_clipping_bounds_the_step_of_what_trains() -> None:
+    before = small_net()
+    model = small_net()
+    run(model=model, data=batches(1), epochs=1, clip=1e-3, scheduler=None, lr=1.0, policy="full")
+    moved = sum(float((a - b).detach().pow(2).sum()) for a, b in zip(model.parameters(), before.parameters())) ** 0.5
+    assert 0 < moved <= 1e-3 * 1.01
+
+
+def test_cosine_ends_at_zero_and_none_stays() -> None:
+    for scheduler, final in (("cosine", 0.0), (None, 0.05)):
+        model = small_net()
+        optimizer = make_optimizer("sgd", model.parameters(), lr=0.05)
+        fit(
+            model, optimizer, cross_entropy, batches(4), epochs=2, scheduler=scheduler, profile=chain_profile(model),
+            progress=False,
+        )  # fmt: skip
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(final, abs=1e-9)
+
+
+def test_bf16_autocast_reaches_training_probe_and_evaluation() -> None:
+    seen = set()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        seen.add(out.dtype)
+        return nn.functional.cross_entropy(out.float(), batch[1])
+
+    run(loss_fn=loss_fn, autocast="bf16", val_loader=batches(2))
+    assert seen == {torch.bfloat16}
+
+
+def test_any_task_any_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    data = [{"x": torch.randn(3, 4), "y": torch.randn(3, 1)} for _ in range(5)]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+    result = run(model=model, data=data, loss_fn=loss_fn, val_loader=data, budget=0.9)
+    assert result.accuracy == {"per_epoch": [None] * 3, "final": None, "of": "val"}
+    assert result.loss["final"] == min(result.loss["val"])
+
+
+def test_a_plain_data_loader() -> None:
+    x, y = zip(*batches(6))
+    data = DataLoader(TensorDataset(torch.cat(x), torch.cat(y)), batch_size=5, shuffle=True, drop_last=True)
+    result = run(data=data, val_loader=data)
+    assert result.batch_size == 5
+    assert result.steps == 3 * 7
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_net()
+    fit(
+        model, make_optimizer("sgd", model.parameters(), lr=0.1), cross_entropy, batches(4), epochs=2,
+        profile=chain_profile(model), val_loader=batches(1),
+    )  # fmt: skip
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+    assert "accuracy" in lines[0]
+    assert "of 0.5x" in lines[0]
+    assert "\x1b" not in lines[0]
+
+
+# -- what it refuses, and how it stops -------------------------------------------------------------------------------
+
+
+def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    with pytest.raises(CheckpointError, match="not empty and nothing is overwritten"):
+        run(tmp_path / "run")
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        with pytest.raises(CheckpointError, match="another process"):
+            run(tmp_path / "run", resume=True)
+        return cross_entropy(model, batch)
+
+    run(tmp_path / "run", loss_fn=loss_fn, epochs=1, data=batches(1), policy="full")
+
+
+def test_resuming_with_other_options_lists_all_that_differ(tmp_path: Path) -> None:
+    run(tmp_path / "run", epochs=1)
+    with pytest.raises(CheckpointError, match=r"epochs was 1, now 2; budget was '0.5x', now '0.7x'"):
+        run(tmp_path / "run", epochs=2, budget="0.7x", resume=True)
+
+
+def test_resuming_a_finished_run_gives_its_result_and_weights(tmp_path: Path) -> None:
+    trained, fresh = small_net(), small_net(seed=5)
+    first = run(tmp_path / "run", model=trained)
+    second = run(tmp_path / "run", model=fresh, profile=chain_profile(small_net()), resume=True)
+    assert second == first
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), fresh.parameters()))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", loss_fn=interrupt_at(15))
+    other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    with pytest.raises(CheckpointError, match="network was"):
+        run(tmp_path / "run", model=other, resume=True)
+
+
+def interrupt_at(call: int) -> Any:
+    """A loss whose n-th computation is when somebody presses Ctrl-C."""
+    calls = iter(range(1, 10_000))
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if torch.is_grad_enabled() and next(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return cross_entropy(model, batch)
+
+    return loss_fn
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_net()
+    with pytest.raises(KeyboardInterrupt):
+        fit(
+            model, make_optimizer("sgd", model.parameters(), lr=0.1), interrupt_at(20), batches(12), epochs=3,
+            profile=chain_profile(model), out=tmp_path / "run", importance="magnitude",
+        )  # fmt: skip
+    assert "go on with resume=True (--resume)" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoint").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
+    result = fit(
+        model, make_optimizer("sgd", model.parameters(), lr=0.1), cross_entropy, batches(12), epochs=3,
+        profile=chain_profile(model), out=tmp_path / "run", importance="magnitude", resume=True,
+    )  # fmt: skip
+    assert "going on from epoch" in capsys.readouterr().err
+    assert result.steps == 36
+    assert result.restarts == 1
+
+
+def not_finite_at(call: int) -> Any:
+    calls = iter(range(1, 10_000))
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = cross_entropy(model, batch)
+        return loss * float("nan") if next(calls) == call else loss
+
+    return loss_fn
+
+
+def test_a_loss_that_is_not_finite_stops_at_its_step_and_keeps_what_was_good(tmp_path: Path) -> None:
+    """Trap 12. The policy is `full`, so that calls are: flops of the one plan, then a step each."""
+    with pytest.raises(TrainingError, match=r"the loss is nan at step 17; .*the last good checkpoint: .*save-00000001"):
+        run(tmp_path / "run", policy="full", loss_fn=not_finite_at(18))
+    state = checkpoint.Checkpoints(tmp_path / "run" / "checkpoint").load()
+    assert state is not None
+    assert state["record"]["step"] == 12
+    assert all(value.isfinite().all() for value in state["weights"].values() if value.is_floating_point())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    def steep(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * 1e37  # finite, and so are its gradients; the step is not
+
+    with pytest.raises(TrainingError, match="is not finite after step 1"):
+        run(tmp_path / "run", policy="full", lr=1e6, loss_fn=steep, data=batches(1), epochs=9)
+    assert checkpoint.Checkpoints(tmp_path / "run" / "checkpoint").load() is None
+
+
+def exhausted_at(call: int) -> Any:
+    calls = iter(range(1, 10_000))
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return cross_entropy(model, batch)
+
+    return loss_fn
+
+
+def test_out_of_memory_says_what_would_fit() -> None:
+    with pytest.raises(TrainingError, match=r"out of memory at step \d+: the plan .* would hold") as caught:
+        run(importance="magnitude", budget="0.9x", loss_fn=exhausted_at(25), feedback=False)
+    assert "memory='0MiB'" not in str(caught.value)
+
+
+def test_other_errors_pass_unchanged() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        raise RuntimeError("a bug of the user's own")
+
+    with pytest.raises(RuntimeError, match="a bug of the user's own"):
+        run(loss_fn=loss_fn)
+
+
+def test_a_full_disk_stops_with_one_line_and_keeps_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, written = checkpoint.save_file, []
+
+    def fills_up(tensors: Any, path: Path, metadata: Any = None) -> None:
+        if len(written) >= 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(path)
+        real(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", fills_up)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        run(tmp_path / "run", epochs=9)
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    assert run(tmp_path / "run", epochs=9, resume=True).epochs == 9
+
+
+def test_a_data_set_that_vanishes_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:
+    class Vanishing(list[Any]):
+        gone_from = 17
+
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                Vanishing.gone_from -= 1
+                if Vanishing.gone_from == 0:
+                    raise FileNotFoundError(2, "No such file or directory", "/data/birds")
+                yield batch
+
+    with pytest.raises(DataError, match="/data/birds: it was there when training began and is gone"):
+        run(tmp_path / "run", data=Vanishing(batches(12)))
+    assert run(tmp_path / "run", resume=True).steps == 36
+
+
+def test_all_wrong_settings_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(epochs=0, accumulate=0, clip=-1.0, early_stop=2, resume=True, autocast="int8")
+    for word in ("epochs", "accumulate", "clip", "early_stop", "resume", "autocast"):
+        assert word in str(caught.value)
+
+
+def test_a_budget_that_cannot_be_met_names_the_least() -> None:
+    with pytest.raises(BudgetError):
+        run(budget="0.01x")
