@@ -15,31 +15,32 @@ from elastictrainer.data.hashing import keys, uniform
 from elastictrainer.data.normalisation import Normalisation
 from elastictrainer.errors import ConfigError
 
-__all__ = ["Augment", "Scaling", "Views", "prepare"]
+__all__ = ["Augment", "Kit", "Views", "prepare"]
 
 # Images are worked on a few at a time on a CPU, so that what one pass wrote is still in the cache for the next.
 _CPU_CHUNK = 4
 
 
 class Views(NamedTuple):
-    """How each sample of a run of samples is seen: mirrored or not, and where it is cropped.
+    """How each sample of a run of samples is seen, as numbers that a device can look up.
 
-    `shift` is (down, right) in pixels; `box` is (centre y, centre x, height, width) on a -1 to 1 scale. `code` is equal
-    for two views of a sample exactly when their pixels are.
+    `rows` and `columns` choose lines of the kit's tables (shift down; shift right and mirror). `box` is (centre y,
+    centre x, height, width) on a -1 to 1 scale, its width negative where the image is mirrored. `code` is equal for two
+    views of a sample exactly when their pixels are.
     """
 
-    flip: Tensor
-    shift: Tensor
+    rows: Tensor
+    columns: Tensor
     box: Tensor | None
     code: Tensor
 
     def span(self, start: int, stop: int) -> Views:
         box = None if self.box is None else self.box[start:stop]
-        return Views(self.flip[start:stop], self.shift[start:stop], box, self.code[start:stop])
+        return Views(self.rows[start:stop], self.columns[start:stop], box, self.code[start:stop])
 
     def to(self, device: torch.device) -> Views:
         box = None if self.box is None else self.box.to(device)
-        return Views(self.flip.to(device), self.shift.to(device), box, self.code.to(device))
+        return Views(self.rows.to(device), self.columns.to(device), box, self.code.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,84 +71,85 @@ class Augment:
         crop = {"none": "", "shift": "crop", "zoom": "zoom"}[self.crop]
         return ",".join(filter(None, ("flip" if self.flip else "", crop))) or "none"
 
+    def reach(self, size: int) -> int:
+        """How far an image may shift, in pixels."""
+        return size // 8 if self.crop == "shift" else 0
+
     def views(self, seed: int, epoch: int, samples: NDArray[np.int64], *, size: int) -> Views:
         """The views of these samples in this epoch. Costs a few passes over one number a sample, no image."""
-        count = len(samples)
-        flip = np.zeros(count, dtype=np.bool_)
-        shift = np.zeros((count, 2), dtype=np.int64)
-        code = np.zeros(count, dtype=np.int64)
-        boxes: Tensor | None = None
-        if self.flip:
-            flip = uniform(seed, epoch, samples, stream=0) < 0.5
-        if self.crop == "shift":
-            reach = size // 8
-            draws = [uniform(seed, epoch, samples, stream=s) for s in (1, 2)]
-            shift = np.stack([np.floor(d * (2 * reach + 1)).astype(np.int64) - reach for d in draws], axis=1)
-            code = (shift[:, 0] + reach) * (2 * reach + 1) + shift[:, 1] + reach
-        elif self.crop == "zoom":
-            area, ratio, down, right = (uniform(seed, epoch, samples, stream=s) for s in (3, 4, 5, 6))
-            side = np.sqrt(0.3 + 0.7 * area)
-            stretch = np.exp((ratio - 0.5) * np.log(4 / 3))
+
+        def draw(stream: int) -> NDArray[np.float64]:
+            return uniform(seed, epoch, samples, stream=stream)
+
+        flip = draw(0) < 0.5 if self.flip else np.zeros(len(samples), dtype=np.bool_)
+        places = 2 * self.reach(size) + 1
+        down, right = (np.floor(draw(stream) * places).astype(np.int64) for stream in (1, 2))
+        columns = right * 2 + flip
+        code, box = down * (2 * places) + columns, None
+        if self.crop == "zoom":
+            side, stretch = np.sqrt(0.3 + 0.7 * draw(3)), np.exp((draw(4) - 0.5) * np.log(4 / 3))
             height, width = np.minimum(side * stretch, 1), np.minimum(side / stretch, 1)
-            centre_y, centre_x = (2 * down - 1) * (1 - height), (2 * right - 1) * (1 - width)
-            box = np.stack([centre_y, centre_x, height, width], axis=1).astype(np.float32)
+            centre_y, centre_x = (2 * draw(5) - 1) * (1 - height), (2 * draw(6) - 1) * (1 - width)
+            rows = np.stack([centre_y, centre_x, height, np.where(flip, -width, width)], axis=1)
+            box = torch.from_numpy(rows.astype(np.float32))
             # A continuous view has no short name; its random key stands for it.
-            code = (keys(seed, epoch, samples) >> np.uint64(2)).astype(np.int64)
-            boxes = torch.from_numpy(box)
-        return Views(torch.from_numpy(flip), torch.from_numpy(shift), boxes, torch.from_numpy(code * 2 + flip))
+            code = (keys(seed, epoch, samples) >> np.uint64(1)).astype(np.int64)
+        return Views(torch.from_numpy(down), torch.from_numpy(columns), box, torch.from_numpy(code))
 
 
-class Scaling(NamedTuple):
-    """A normalisation as one multiplication and one addition on pixels from 0 to 255, kept on the device."""
+class Kit(NamedTuple):
+    """What every batch needs, made once and kept on the device, so that a batch is a handful of kernels.
+
+    A normalisation as one multiplication and one addition on pixels from 0 to 255; the source row of every output row
+    for each shift, and the source column likewise, mirrored or not.
+    """
 
     scale: Tensor
     offset: Tensor
+    rows: Tensor
+    columns: Tensor
+    steps: Tensor
 
     @classmethod
-    def of(cls, normalisation: Normalisation, device: torch.device) -> Scaling:
-        scale = [1 / (255 * std) for std in normalisation.std]
-        offset = [-mean / std for mean, std in zip(normalisation.mean, normalisation.std)]
-        return cls(*(torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (scale, offset)))
+    def of(cls, normalisation: Normalisation, augment: Augment, *, size: int, device: torch.device) -> Kit:
+        reach = augment.reach(size)
+        # Positions beyond an edge come back from it, the edge pixel not repeated.
+        shifted = torch.arange(size) + torch.arange(-reach, reach + 1)[:, None]
+        rows = (size - 1) - ((size - 1) - shifted.abs()).abs()
+        columns = torch.stack([rows, rows.flip(1)], dim=1).reshape(-1, size)
+        steps = (torch.arange(size, dtype=torch.float32) * 2 + 1) / size - 1
+        scale = torch.tensor([1 / (255 * std) for std in normalisation.std]).view(1, 3, 1, 1)
+        offset = torch.tensor([-m / s for m, s in zip(normalisation.mean, normalisation.std)]).view(1, 3, 1, 1)
+        return cls(*(part.to(device) for part in (scale, offset, rows, columns, steps)))
 
 
-def prepare(pixels: Tensor, views: Views | None, scaling: Scaling) -> Tensor:
+def prepare(pixels: Tensor, views: Views | None, kit: Kit) -> Tensor:
     """Pixels (uint8, batch x 3 x size x size) as seen: cropped, mirrored and normalised, float32, on their own device.
 
     No sample is handled on its own and nothing waits for the device. A sample comes out the same bit for bit whatever
-    batch it is in. Costs about 0.2 ms an image of 224 pixels on one core (flip and crop), a quarter of it without.
+    batch it is in. Costs about 0.1 ms an image of 224 pixels on one core (flip and crop), a third of it without.
     """
     out = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
     step = _CPU_CHUNK if pixels.device.type == "cpu" else max(1, len(pixels))
     for start in range(0, len(pixels), step):
         part = pixels[start : start + step]
-        seen = part if views is None else _see(part, views.span(start, start + step))
-        torch.mul(seen, scaling.scale, out=out[start : start + step]).add_(scaling.offset)
+        if views is not None:
+            part = _see(part, views.span(start, start + step), kit)
+        out[start : start + step].copy_(part).mul_(kit.scale).add_(kit.offset)
     return out
 
 
-def _see(pixels: Tensor, views: Views) -> Tensor:
-    if views.box is not None:
-        return _zoom(pixels, views.flip, views.box)
+def _see(pixels: Tensor, views: Views, kit: Kit) -> Tensor:
     count, channels, height, width = pixels.shape
-    rows = _mirrored(torch.arange(height, device=pixels.device) + views.shift[:, :1], height)
-    columns = _mirrored(torch.arange(width, device=pixels.device) + views.shift[:, 1:], width)
-    columns = torch.where(views.flip[:, None], columns.flip(1), columns)
+    if views.box is not None:
+        centre_y, centre_x, tall, wide = views.box.unbind(1)
+        down = (centre_y[:, None] + tall[:, None] * kit.steps)[:, :, None].expand(count, height, width)
+        right = (centre_x[:, None] + wide[:, None] * kit.steps)[:, None, :].expand(count, height, width)
+        grid = torch.stack([right, down], dim=-1)
+        return F.grid_sample(pixels.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
     # Whole rows first (plain copies), then columns inside them: several times faster than one gather over both axes.
-    planes = torch.arange(count * channels, device=pixels.device).view(count, channels, 1) * height
-    seen = pixels.reshape(-1, width).index_select(0, (planes + rows[:, None, :]).reshape(-1))
-    index = columns[:, None, :].expand(count, channels * height, width)
-    return seen.view(count, channels * height, width).gather(2, index).view_as(pixels)
-
-
-def _mirrored(position: Tensor, size: int) -> Tensor:
-    """Positions beyond an edge come back from it, the edge pixel not repeated."""
-    return (size - 1) - ((size - 1) - position.abs()).abs()
-
-
-def _zoom(pixels: Tensor, flip: Tensor, box: Tensor) -> Tensor:
-    size = pixels.shape[-1]
-    steps = (torch.arange(size, device=pixels.device, dtype=torch.float32) * 2 + 1) / size - 1
-    rows = box[:, 0:1] + box[:, 2:3] * steps
-    columns = box[:, 1:2] + box[:, 3:4] * torch.where(flip[:, None], -steps, steps)
-    grid = torch.stack([columns[:, None, :].expand(-1, size, -1), rows[:, :, None].expand(-1, -1, size)], dim=-1)
-    return F.grid_sample(pixels.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+    planes = torch.arange(0, count * channels * height, height, device=pixels.device).view(count, channels, 1)
+    rows = (planes + kit.rows.index_select(0, views.rows)[:, None, :]).view(-1)
+    columns = kit.columns.index_select(0, views.columns)[:, None, :].expand(count, channels * height, width)
+    seen = pixels.reshape(-1, width).index_select(0, rows).view(count, channels * height, width)
+    return seen.gather(2, columns).view(count, channels, height, width)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from elastictrainer.data.augment import Augment, Scaling, prepare
+from elastictrainer.data.augment import Augment, Kit, prepare
 from elastictrainer.data.hashing import permutation
 from elastictrainer.data.normalisation import Normalisation
 from elastictrainer.data.pixels import Pixels
@@ -74,7 +74,7 @@ class Loader:
         self.epoch = 0
         self._pixels = pixels
         self._labels = labels
-        self._scaling = Scaling.of(normalisation, self.device)
+        self._kit = Kit.of(normalisation, self.augment, size=image_size, device=self.device)
 
     @property
     def num_samples(self) -> int:
@@ -114,7 +114,7 @@ class Loader:
         spans = [(at, min(at + self.batch_size, len(order))) for at in range(0, len(order), self.batch_size)]
         for (at, to), pixels in zip(spans, self._pixels.stream(wanted[at:to] for at, to in spans)):
             here = pixels.to(self.device, non_blocking=True)
-            images = prepare(here, None if unchanged else views.span(at, to), self._scaling)
+            images = prepare(here, None if unchanged else views.span(at, to), self._kit)
             yield Batch(images, labels[at:to], on_device[at:to], views.code[at:to])
 
     def __repr__(self) -> str:

@@ -103,7 +103,7 @@ def load_model(
     published, published_size = architecture.published()
     wanted = normalize or recipe.normalize
     size = image_size or recipe.image_size or published_size
-    sketch = _Sketch.of(architecture, arguments, size, num_classes)
+    sketch = _Sketch.of(architecture, arguments, settings, size, num_classes)
 
     tensors = file_tensors
     source = str(file) if file else "random weights"
@@ -172,13 +172,21 @@ class _Sketch:
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, architecture: Architecture, arguments: dict[str, Any], size: int, num_classes: int | None) -> _Sketch:
+    def of(
+        cls,
+        architecture: Architecture,
+        arguments: dict[str, Any],
+        settings: dict[str, Any],
+        size: int,
+        num_classes: int | None,
+    ) -> _Sketch:
         """Find the head by building for n and for n + 1 classes: it is what differs, whatever the network calls it."""
         classes = num_classes or 1000
         sized = arguments
         model, on_meta = _without_memory(architecture, classes, arguments)
         if on_meta:
-            sized, model = _fit_size(architecture, model, arguments, size, classes)
+            apply_module_options(model, settings)
+            sized, model = _fit_size(architecture, model, arguments, settings, size, classes)
         other, _ = _without_memory(architecture, classes + 1, sized)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         widths = {}
@@ -212,7 +220,12 @@ def _without_memory(architecture: Architecture, classes: int, arguments: dict[st
 
 
 def _fit_size(
-    architecture: Architecture, model: nn.Module, arguments: dict[str, Any], size: int, classes: int
+    architecture: Architecture,
+    model: nn.Module,
+    arguments: dict[str, Any],
+    settings: dict[str, Any],
+    size: int,
+    classes: int,
 ) -> tuple[dict[str, Any], nn.Module]:
     """Try a step's forward pass on shapes alone; a network of fixed size is built again for the size that was asked."""
     problem = _forward_problem(model, size, classes)
@@ -220,12 +233,14 @@ def _fit_size(
         sized = {**arguments, architecture.size_argument: size}
         try:
             again, on_meta = _without_memory(architecture, classes, sized)
+            apply_module_options(again, settings)
             if on_meta and _forward_problem(again, size, classes) is None:
                 return sized, again
         except (ConfigError, ModelError):
             pass
     if problem:
-        raise ModelError(f"{architecture.name} cannot be trained on {size} px images: {problem}")
+        options = f" with its model options ({', '.join(settings)})" if settings else ""
+        raise ModelError(f"{architecture.name} cannot be trained on {size} px images{options}: {problem}")
     return arguments, model
 
 

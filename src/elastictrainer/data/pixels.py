@@ -116,7 +116,7 @@ def decode_splits(
     Returns the pixels by split, what had to be converted (in words) and where the pixels are (in words).
 
     Costs a decode of everything (one read of a file with a filled `cache_dir`) and `3 * size * size` bytes an image in
-    memory, if that is at most `limit_bytes`. Above it: the file in `cache_dir`, mapped, if given, else a decode per batch.
+    memory, if that is at most `limit_bytes`; above it the file in `cache_dir`, mapped, else a decode per batch.
     """
     counts = {split: len(samples) for split, samples in splits.items()}
     total = sum(counts.values())

@@ -82,8 +82,7 @@ def torchvision_source(name: str, *, root: str | Path) -> Source:
         raise DataError(
             f"data {PREFIX + bare!r}: torchvision has no such dataset; `elastictrainer ls datasets` lists them"
         )
-    inits = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
-    accepted = {name for init in inits for name in inspect.signature(init).parameters}
+    accepted = _arguments(kind)
     common = {"root": Path(root).expanduser(), "download": True}
     arguments = {**{key: value for key, value in common.items() if key in accepted}, **arguments}
     opened: dict[str, Any] = {}
@@ -97,6 +96,18 @@ def torchvision_source(name: str, *, root: str | Path) -> Source:
         classes = tuple(map(str, range(count)))
     splits = {split: _samples(dataset, split, labels[split], PREFIX + name) for split, dataset in opened.items()}
     return Source(PREFIX + name, classes, splits)
+
+
+def _arguments(kind: type) -> set[str]:
+    """What a set's constructor takes, its bases' too where it passes `**kwargs` on."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            names |= {parameter.name for parameter in parameters}
+            if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+                break
+    return names
 
 
 def _open(kind: Any, split: str, accepted: set[str], arguments: dict[str, Any], name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -166,13 +167,15 @@ def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _read_pickled(file: Path) -> dict[str, Tensor]:
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # remarks on pickle protocols that nobody can act on
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
             f"weights {str(file)!r} hold more than tensors, and reading that could run code: refused "
             f"({one_line(error)}); save model.state_dict() or a .safetensors file instead"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # the restricted unpickler stumbles over garbage in many ways (KeyError, EOFError, ...)
         raise ModelError(f"weights {str(file)!r} cannot be read: {one_line(error)}; is the file complete?") from error
     found = _find_tensors(content)
     if not found:
