@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastictrainer import importance, metrics
+from elastictrainer import importance, metrics, policies
 from elastictrainer.budget import Budget
 from elastictrainer.errors import (
     BudgetError,
@@ -14,8 +14,13 @@ from elastictrainer.errors import (
     ProfileError,
     TrainingError,
 )
+from elastictrainer.plan import Plan
 from elastictrainer.profiling import Profile, profile
 from elastictrainer.runtime.apply import Applied, apply
+from elastictrainer.runtime.controller import Elastic
+from elastictrainer.runtime.loop import fit
+from elastictrainer.runtime.result import Result
+from elastictrainer.selection import select
 
 __version__ = "0.1.0"
 
@@ -26,14 +31,20 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "Elastic",
     "ElasticTrainerError",
     "ModelError",
+    "Plan",
     "Profile",
     "ProfileError",
+    "Result",
     "TrainingError",
     "__version__",
     "apply",
+    "fit",
     "importance",
     "metrics",
+    "policies",
     "profile",
+    "select",
 ]

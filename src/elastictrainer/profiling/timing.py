@@ -158,8 +158,8 @@ def _event() -> torch.cuda.Event:
 def _time_forward(
     model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, weight_s: Floats, lane: str
 ) -> Floats:
-    """Forward seconds per node: the clock is read at every module's door; what lies between two doors is shared among the
-    nodes recorded there by their backward time.
+    """Forward seconds per node: the clock is read at every module's door; what lies between two doors is shared among
+    the nodes recorded there by their backward time.
 
     A dispatch mode would time each operator, but torch decomposes some operators differently while one is active.
     """

@@ -228,6 +228,6 @@ def _refuse_reentrant(met: list[AutogradNode], owners: Owners) -> None:
         if getattr(node, "_forward_cls", None) is CheckpointFunction:
             where = owners.of(node) or "the model"
             raise ProfileError(
-                f"{where} uses re-entrant checkpointing, which hides its tensors from autograd's graph and breaks when the "
-                f"first layers rest; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) there"
+                f"{where} uses re-entrant checkpointing, which hides its tensors from autograd's graph and breaks when "
+                f"the first layers rest; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) there"
             )
