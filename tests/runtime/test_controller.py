@@ -343,7 +343,7 @@ def test_overheads_are_charged_and_pauses_are_not_training() -> None:
         with elastic.pause():
             machine.now += 100.0
     assert elastic.stats["spent_s"] == pytest.approx(machine.spent_s)
-    assert elastic.overhead_s["probe"] >= 8 * machine.profile.forward_s  # eight batches went forward
+    assert elastic.overhead_s["probe"] >= 6 * machine.profile.forward_s  # six batches went forward
 
 
 @pytest.mark.parametrize("text", ["x", 0, "0steps", "2.5steps", -1, True])

@@ -91,7 +91,7 @@ def train(
     budget: options.Budget = "0.5x",
     memory: options.Memory = None,
     pin: options.Pin = None,
-    probe_batches: ProbeBatches = 8,
+    probe_batches: ProbeBatches = 6,
     bn: Norms = "frozen",
     resting_state: RestingState = "keep",
     profile: options.ProfileFile = None,

@@ -21,6 +21,7 @@ from elastictrainer.importance import find_importance
 from elastictrainer.plan import Plan
 from elastictrainer.policies import Policy, find_policy
 from elastictrainer.profiling import profile as take_profile
+from elastictrainer.profiling.measure import LEAST_EFFORT
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.apply import Applied, apply, unwrap
 from elastictrainer.runtime.interval import SIMILAR, Interval, similarity
@@ -35,6 +36,7 @@ __all__ = ["Elastic"]
 Batch = TypeVar("Batch")
 LossFn = Callable[[nn.Module, Any], Tensor]
 FORMAT = 1
+MOST_EFFORT = 100
 
 
 class Elastic:
@@ -70,8 +72,9 @@ class Elastic:
         on_plan: called with a plain dict at every new plan.
         around: opened around every decision; what measures the training (memory, say) can look away meanwhile.
 
-    Costs: a profile once (about 100 full steps), and at every re-plan `probe_batches` full steps, a few forward passes
-    and some milliseconds of selection; in between, a clock read a step. `stats` has the seconds of each.
+    Costs: a profile once (100 full steps, or half a percent of the run where `total_steps` says how long it will be),
+    and at every re-plan `probe_batches` full steps, a few forward passes and some milliseconds of selection; in
+    between, a clock read a step. `stats` has the seconds of each.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Elastic:
         importance: str | None = "elastic",
         interval: str | float | Interval = 3,
         pin: Pin = "head",
-        probe_batches: int = 8,
+        probe_batches: int = 6,
         memory: str | int | None = None,
         bn: Literal["frozen", "track", "with_owner"] = "frozen",
         resting_state: Literal["keep", "drop", "offload"] = "keep",
@@ -265,12 +268,20 @@ class Elastic:
             with self._charge("profile"):
                 taken = take_profile(
                     self.model, self.loss_fn, batch, optimizer=self.optimizer, bn=self._bn,
-                    cache=None if anew else self.cache, seed=self.seed,
+                    cache=None if anew else self.cache, seed=self.seed, effort=self._effort(),
                 )  # fmt: skip
                 self.profile = Profile.from_dict(from_first_rank(taken.to_dict())) if ranks() > 1 else taken
             self._steering.profiled(before, self.profile)
         elif self.plan is None:
             self._check_given(self.profile)
+
+    def _effort(self) -> int:
+        """About how many full steps a profile may cost: half a percent of the run's time, where its length is known."""
+        total = self._steering.total_steps
+        if total is None:
+            return MOST_EFFORT
+        share = min(1.0, self.budget.value) if self.budget is not None and self.budget.kind == "ratio" else 1.0
+        return int(min(max(0.005 * share * total, LEAST_EFFORT), MOST_EFFORT))
 
     def _check_given(self, profile: Profile) -> None:
         """A profile from elsewhere must be one of this model: the same tensors in the same shapes."""
@@ -287,7 +298,7 @@ class Elastic:
             return
         with self._charge("calibrate"), untouched(self.model), torch.no_grad():
             seconds = []
-            for _ in range(16 if self._steering.reference_forward_s is None else 10):
+            for _ in range(12 if self._steering.reference_forward_s is None else 8):
                 start = self._now()
                 self.loss_fn(self.model, batch)
                 seconds.append(self._now() - start)

@@ -38,7 +38,7 @@ def fit(
     importance: str = "elastic",
     interval: str | float | Interval = 3,
     pin: Pin = "head",
-    probe_batches: int = 8,
+    probe_batches: int = 6,
     memory: str | int | None = None,
     bn: Literal["frozen", "track", "with_owner"] = "frozen",
     resting_state: Literal["keep", "drop", "offload"] = "keep",
@@ -135,7 +135,7 @@ def fit(
                 for batch in run.elastic.epoch(run.feed()):
                     run.count_flops(batch)
                     loss = run.loss_fn(model, batch)
-                    run.scaler.scale(loss / run.group_size).backward()  # type: ignore[no-untyped-call]
+                    run.scaler.scale(loss / run.group_size).backward()
                     run.stepped(loss)
                     if run.gradients_complete:
                         run.scaler.unscale_(optimizer)

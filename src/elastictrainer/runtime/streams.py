@@ -23,7 +23,7 @@ def seed_streams(seed: int) -> None:
 def read_streams() -> dict[str, Any]:
     """The state of every generator of the process, as plain data and tensors."""
     state = {**_read_host()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking an uninitialised device would initialise it
+    if torch.cuda.is_initialized():  # asking an uninitialised device would initialise it
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
