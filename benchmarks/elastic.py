@@ -9,9 +9,9 @@ in the same process; the ratio is of the two sums of seconds, so a busy machine 
 
 memory: the allocator's peak over a run at 0.5x against that of full training, everything in the process counted.
 
-accuracy: 12 epochs at batch 4. Each method's learning rate is the best on validation of the same grid, tried for a third
-of the epochs with seed 0; then three seeds at that rate, judged once on test. Plans rest on one profile that was taken
-with the machine to itself (feedback off), so runs may share the GPU; seconds come from the budget suite, never from here.
+accuracy: 12 epochs at batch 4. The learning rate of each method is the best on validation of one grid, tried for a
+third of the epochs with seed 0; then three seeds at that rate, judged once on test. Plans rest on one profile that was
+taken with the machine to itself (feedback off), so runs may share the GPU; seconds come from the budget suite.
 """
 
 from __future__ import annotations
@@ -281,6 +281,7 @@ def run_cells(cells: list[dict[str, Any]], args: argparse.Namespace) -> None:
             command = [sys.executable, __file__, "cell", "--cell", json.dumps(c), "--runs", str(args.runs)]
             command += ["--data", str(args.data), "--weights", str(args.weights), "--device", args.device]
             command += ["--batch-size", str(args.batch_size), "--image-size", str(args.image_size)]
+            command += ["--epochs", str(args.epochs)]
             running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         time.sleep(0.2)
 
