@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from elastictrainer import ConfigError, ModelError
-from elastictrainer.data import Normalisation, Recipe, list_models, load_model
+from elastictrainer.data import Normalisation, Recipe, list_models, load_model, model_inputs
 
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
@@ -108,6 +108,7 @@ def test_a_recipe_travels_with_its_weights(tmp_path: Path, place: str) -> None:
     batch = torch.rand(2, 3, 96, 96)
     with torch.no_grad():
         assert torch.equal(made.model.eval()(batch), again.model.eval()(batch))
+    assert model_inputs("resnet18", weights=file) == (96, made.normalisation)
     assert load_model("resnet18", weights=file, normalize="none").normalisation == Normalisation.parse("none")
     with pytest.raises(ModelError, match="belong to torchvision/resnet18"):
         load_model("resnet34", weights=file)

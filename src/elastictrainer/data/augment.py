@@ -34,9 +34,11 @@ class Views(NamedTuple):
     box: Tensor | None
     code: Tensor
 
-    def span(self, start: int, stop: int) -> Views:
-        box = None if self.box is None else self.box[start:stop]
-        return Views(self.rows[start:stop], self.columns[start:stop], box, self.code[start:stop])
+    def split(self, size: int) -> list[Views]:
+        """In runs of `size`, the last one shorter; one call an epoch is cheaper than a slice a batch."""
+        rows, columns, code = (part.split(size) for part in (self.rows, self.columns, self.code))
+        boxes = [None] * len(rows) if self.box is None else self.box.split(size)
+        return [Views(*parts) for parts in zip(rows, columns, boxes, code)]
 
     def to(self, device: torch.device) -> Views:
         box = None if self.box is None else self.box.to(device)
@@ -129,13 +131,13 @@ def prepare(pixels: Tensor, views: Views | None, kit: Kit) -> Tensor:
     No sample is handled on its own and nothing waits for the device. A sample comes out the same bit for bit whatever
     batch it is in. Costs about 0.1 ms an image of 224 pixels on one core (flip and crop), a third of it without.
     """
-    out = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
-    step = _CPU_CHUNK if pixels.device.type == "cpu" else max(1, len(pixels))
-    for start in range(0, len(pixels), step):
-        part = pixels[start : start + step]
-        if views is not None:
-            part = _see(part, views.span(start, start + step), kit)
-        out[start : start + step].copy_(part).mul_(kit.scale).add_(kit.offset)
+    if pixels.device.type != "cpu":
+        return torch.mul(pixels if views is None else _see(pixels, views, kit), kit.scale).add_(kit.offset)
+    out = torch.empty(pixels.shape, dtype=torch.float32)
+    parts = pixels.split(_CPU_CHUNK)
+    seen = parts if views is None else map(_see, parts, views.split(_CPU_CHUNK), [kit] * len(parts))
+    for target, part in zip(out.split(_CPU_CHUNK), seen):
+        target.copy_(part).mul_(kit.scale).add_(kit.offset)
     return out
 
 

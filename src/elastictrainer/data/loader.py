@@ -105,17 +105,18 @@ class Loader:
         count = len(self._labels)
         order = permutation(self.seed, epoch, count) if self.shuffle else np.arange(count, dtype=np.int64)
         order = order[start * self.batch_size : len(self) * self.batch_size]
-        views = self.augment.views(self.seed, epoch, order, size=self.image_size).to(self.device)
+        if not len(order):
+            return
+        views = self.augment.views(self.seed, epoch, order, size=self.image_size).to(self.device).split(self.batch_size)
+        labels = torch.from_numpy(self._labels[order]).to(self.device).split(self.batch_size)
+        here = torch.from_numpy(order)
+        indices = here.to(self.device).split(self.batch_size)
+        wanted = indices if self._pixels.device.type == self.device.type else here.split(self.batch_size)
         unchanged = self.augment == Augment()
-        labels = torch.from_numpy(self._labels[order]).to(self.device)
-        indices = torch.from_numpy(order)
-        on_device = indices.to(self.device)
-        wanted = on_device if self._pixels.device.type == self.device.type else indices
-        spans = [(at, min(at + self.batch_size, len(order))) for at in range(0, len(order), self.batch_size)]
-        for (at, to), pixels in zip(spans, self._pixels.stream(wanted[at:to] for at, to in spans)):
-            here = pixels.to(self.device, non_blocking=True)
-            images = prepare(here, None if unchanged else views.span(at, to), self._kit)
-            yield Batch(images, labels[at:to], on_device[at:to], views.code[at:to])
+        for pixels, label, index, view in zip(self._pixels.stream(wanted), labels, indices, views):
+            arrived = pixels.to(self.device, non_blocking=True)
+            images = prepare(arrived, None if unchanged else view, self._kit)
+            yield Batch(images, label, index, view.code)
 
     def __repr__(self) -> str:
         shape = f"{self.num_samples} images, {len(self)} batches of {self.batch_size}"

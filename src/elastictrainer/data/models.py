@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from elastictrainer.data.libraries import Architecture, build, find_architecture
 from elastictrainer.data.model_options import apply_module_options, parse_model_options, split_options
 from elastictrainer.data.normalisation import Normalisation
 from elastictrainer.data.recipe import METADATA_KEY, Recipe, find_recipe, read_recipe
-from elastictrainer.data.weights import LoadReport, Match, align_names, load_tensors, one_line, read_weights
+from elastictrainer.data.sketch import Sketch
+from elastictrainer.data.weights import LoadReport, Match, align_names, load_tensors, read_weights
 from elastictrainer.errors import ConfigError, ModelError
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "ModelInputs", "load_model", "model_inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,30 @@ class LoadedModel:
             f"inputs {self.image_size} px, normalised {self.normalisation}"
             + (f"; options {options}" if options else "")
         )
+
+
+class ModelInputs(NamedTuple):
+    """What a model's images must look like."""
+
+    image_size: int
+    normalisation: Normalisation
+
+
+def model_inputs(
+    name: str = "builtin",
+    *,
+    weights: str | Path | None = None,
+    image_size: int | None = None,
+    normalize: str | Normalisation | None = None,
+) -> ModelInputs:
+    """What `load_model` with the same arguments will say about its inputs, for reading the images first.
+
+    >>> model_inputs("torchvision/resnet18").image_size
+    224
+
+    Costs reading the weights file for its recipe; nothing is built or downloaded.
+    """
+    return _Request.of(name, weights, image_size=image_size, normalize=normalize).inputs
 
 
 def load_model(
@@ -90,23 +115,15 @@ def load_model(
     """
     if num_classes is not None and num_classes < 1:
         raise ConfigError(f"num_classes {num_classes} must be at least 1")
-    file, recipe, file_tensors = _open_weights(name, weights)
-    if name == BUILTIN:
-        name = recipe.model or name
-    architecture = find_architecture(name)
-    if recipe.model and find_architecture(recipe.model) != architecture:
-        raise ModelError(f"weights {file!r} belong to {recipe.model}, as their recipe says, not to {name}")
-    options = {**recipe.model_options, **parse_model_options(model_options)}
-    arguments, settings = split_options(options)
+    asked = _Request.of(name, weights, image_size=image_size, normalize=normalize, model_options=model_options)
+    architecture, recipe = asked.architecture, asked.recipe
+    arguments, settings = split_options(asked.options)
     if "num_classes" in arguments:
         raise ConfigError("num_classes is an argument of its own, not a model option")
-    published, published_size = architecture.published()
-    wanted = normalize or recipe.normalize
-    size = image_size or recipe.image_size or published_size
-    sketch = _Sketch.of(architecture, arguments, settings, size, num_classes)
+    sketch = Sketch.of(architecture, arguments, settings, asked.inputs.image_size, num_classes)
 
-    tensors = file_tensors
-    source = str(file) if file else "random weights"
+    tensors = asked.tensors
+    source = asked.file or "random weights"
     if weights == "default":
         source = "the library's own weights"
         tensors = architecture.default_tensors(**sketch.arguments)
@@ -124,19 +141,59 @@ def load_model(
     else:
         skips = (skip,) if isinstance(skip, str) else tuple(skip)
         report = load_tensors(model, tensors, head=sketch.head, skip=skips or recipe.skip, origin=source)
-    normalisation = Normalisation.parse(wanted) if wanted else published
-    kept = Recipe(model=architecture.name, model_options=options, normalize=str(normalisation), image_size=size)
+    inputs = asked.inputs
+    kept = Recipe(
+        model=architecture.name,
+        model_options=asked.options,
+        normalize=str(inputs.normalisation),
+        image_size=inputs.image_size,
+    )
     return LoadedModel(
         model=model,
         name=architecture.name,
         source=source,
         num_classes=num_classes,
-        normalisation=normalisation,
-        image_size=size,
+        normalisation=inputs.normalisation,
+        image_size=inputs.image_size,
         head=sketch.head,
         report=report,
         recipe=kept,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the caller asked for, completed by the recipe and by what the library publishes."""
+
+    architecture: Architecture
+    recipe: Recipe
+    options: dict[str, Any]
+    inputs: ModelInputs
+    file: str | None
+    tensors: dict[str, Tensor] | None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        weights: str | Path | None,
+        *,
+        image_size: int | None,
+        normalize: str | Normalisation | None,
+        model_options: str | Mapping[str, Any] | Iterable[str] | None = None,
+    ) -> _Request:
+        file, recipe, tensors = _open_weights(name, weights)
+        if name == BUILTIN:
+            name = recipe.model or name
+        architecture = find_architecture(name)
+        if recipe.model and find_architecture(recipe.model) != architecture:
+            raise ModelError(f"weights {file!r} belong to {recipe.model}, as their recipe says, not to {name}")
+        published, published_size = architecture.published()
+        wanted = normalize or recipe.normalize
+        normalisation = Normalisation.parse(wanted) if wanted else published
+        inputs = ModelInputs(image_size or recipe.image_size or published_size, normalisation)
+        options = {**recipe.model_options, **parse_model_options(model_options)}
+        return cls(architecture, recipe, options, inputs, file, tensors)
 
 
 def _open_weights(name: str, weights: str | Path | None) -> tuple[str | None, Recipe, dict[str, Tensor] | None]:
@@ -159,103 +216,3 @@ def _open_weights(name: str, weights: str | Path | None) -> tuple[str | None, Re
         return str(path), recipe, read_weights(path)[0]
     tensors, metadata = read_weights(path)
     return str(path), find_recipe(path, metadata), tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _Sketch:
-    """A network built without memory, and what it takes to build it for this image size."""
-
-    names: tuple[str, ...]
-    head: tuple[str, ...]
-    widths: Mapping[str, tuple[int, int]]
-    num_classes: int
-    arguments: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        architecture: Architecture,
-        arguments: dict[str, Any],
-        settings: dict[str, Any],
-        size: int,
-        num_classes: int | None,
-    ) -> _Sketch:
-        """Find the head by building for n and for n + 1 classes: it is what differs, whatever the network calls it."""
-        classes = num_classes or 1000
-        sized = arguments
-        model, on_meta = _without_memory(architecture, classes, arguments)
-        if on_meta:
-            apply_module_options(model, settings)
-            sized, model = _fit_size(architecture, model, arguments, settings, size, classes)
-        other, _ = _without_memory(architecture, classes + 1, sized)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        widths = {}
-        for name, tensor in other.state_dict().items():
-            for axis, (ours, theirs) in enumerate(zip(shapes[name], tensor.shape)):
-                if ours != theirs:
-                    # A two-way head may have several outputs a class: the width is kept as a multiple.
-                    widths[name] = (axis, theirs - ours)
-        if not widths:
-            raise ModelError(
-                f"{architecture.name} has no layer whose size follows the number of classes: it is no classifier"
-            )
-        return cls(tuple(shapes), tuple(widths), widths, classes, sized)
-
-    def classes_in(self, tensors: Mapping[str, Tensor]) -> int | None:
-        """How many classes a file's head has; None when it has no head."""
-        for name, (axis, outputs) in self.widths.items():
-            if name in tensors and tensors[name].ndim > axis:
-                return tensors[name].shape[axis] // outputs
-        return None
-
-
-def _without_memory(architecture: Architecture, classes: int, arguments: dict[str, Any]) -> tuple[nn.Module, bool]:
-    """A network on the meta device, where nothing is allocated; for real where its builder reads its own values."""
-    try:
-        with torch.device("meta"):
-            return build(architecture, classes, arguments), True
-    except NotImplementedError:
-        with torch.random.fork_rng(devices=[]):
-            return build(architecture, classes, arguments), False
-
-
-def _fit_size(
-    architecture: Architecture,
-    model: nn.Module,
-    arguments: dict[str, Any],
-    settings: dict[str, Any],
-    size: int,
-    classes: int,
-) -> tuple[dict[str, Any], nn.Module]:
-    """Try a step's forward pass on shapes alone; a network of fixed size is built again for the size that was asked."""
-    problem = _forward_problem(model, size, classes)
-    if problem and architecture.size_argument not in arguments:
-        sized = {**arguments, architecture.size_argument: size}
-        try:
-            again, on_meta = _without_memory(architecture, classes, sized)
-            apply_module_options(again, settings)
-            if on_meta and _forward_problem(again, size, classes) is None:
-                return sized, again
-        except (ConfigError, ModelError):
-            pass
-    if problem:
-        options = f" with its model options ({', '.join(settings)})" if settings else ""
-        raise ModelError(f"{architecture.name} cannot be trained on {size} px images{options}: {problem}")
-    return arguments, model
-
-
-def _forward_problem(model: nn.Module, size: int, classes: int) -> str | None:
-    try:
-        output = model.train()(torch.empty(2, 3, size, size, device="meta"))
-    except NotImplementedError:
-        return None  # an operation without a shape rule: it can only be seen with real numbers
-    except Exception as error:
-        return one_line(error)
-    if not isinstance(output, Tensor):
-        return (
-            f"it returns a {type(output).__name__} where one tensor is needed; if these are auxiliary outputs, "
-            "the model option aux_logits=false turns them off in torchvision"
-        )
-    if tuple(output.shape) != (2, classes):
-        return f"its output has shape {tuple(output.shape)}, not (2, {classes})"
-    return None
