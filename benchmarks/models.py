@@ -17,8 +17,7 @@ CLASSES = 200  # CUB-200's, as in the paper
 class Case:
     name: str
     make: Callable[[], nn.Module]
-    batch: Callable[[int, int], Any]  # (batch size, image size) -> batch, on the CPU
-    image_size: int = 224
+    batch: Callable[[Any], Any]  # the suite's options -> a batch, on the CPU
 
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -26,12 +25,13 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs), labels)
 
 
-def _images(size: int, pixels: int) -> Any:
-    return torch.randn(size, 3, pixels, pixels), torch.randint(0, CLASSES, (size,))
+def _images(args: Any) -> Any:
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
+    return images, torch.randint(0, CLASSES, (args.batch_size,))
 
 
-def _tokens(size: int, _: int) -> Any:
-    return torch.randint(0, 30522, (size, 128)), torch.randint(0, CLASSES, (size,))
+def _tokens(args: Any) -> Any:
+    return torch.randint(0, 30522, (args.batch_size, args.tokens)), torch.randint(0, CLASSES, (args.batch_size,))
 
 
 def _torchvision(name: str) -> Callable[[], nn.Module]:
@@ -65,7 +65,7 @@ class Encoder(nn.Module):
         self.classify = nn.Linear(768, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.classify(self.layers(self.norm(self.tokens(tokens) + self.positions))[:, 0])
+        return self.classify(self.layers(self.norm(self.tokens(tokens) + self.positions[:, : tokens.shape[1]]))[:, 0])
 
 
 class Recurrent(nn.Module):

@@ -63,7 +63,7 @@ def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     model = case.make().to(device).train()
-    batch = tuple(t.to(device) for t in case.batch(args.batch_size, args.image_size or case.image_size))
+    batch = tuple(t.to(device) for t in case.batch(args))
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)
     dtype = {"bf16": torch.bfloat16, "off": None}[args.autocast]
@@ -83,19 +83,20 @@ def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
 
         def seconds(plan: Any) -> float:
             applied.update(plan)
-            return min(stepper.timed(4).step_s for _ in range(2)) if stepper.cuda else stepper.timed().step_s
+            return min(stepper.timed(args.steps).step_s for _ in range(args.bursts))
 
         seconds(profile.names)
         ratios: list[list[float]] = [[] for _ in plans]
         fulls: list[float] = []
         for _ in range(args.rounds):
-            for start in range(0, len(plans), 2):  # a full step before and after every two plans
-                before = seconds(profile.names)
-                pair = [seconds(plan) for plan in plans[start : start + 2]]
+            before = seconds(profile.names)
+            for start in range(0, len(plans), args.group):
+                group = [seconds(plan) for plan in plans[start : start + args.group]]
                 after = seconds(profile.names)
-                fulls += [before, after]
-                for row, measured in zip(ratios[start : start + 2], pair):
+                fulls.append(after)
+                for row, measured in zip(ratios[start : start + args.group], group):
                     row.append(measured / ((before + after) / 2))
+                before = after
         peaks = [_peak(stepper, applied, plan) for plan in plans] if device.type == "cuda" else [0] * len(plans)
 
     full_s = float(np.median(fulls))
@@ -122,7 +123,8 @@ def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
     summary = {
         "model": case.name,
         "batch": args.batch_size,
-        "image": args.image_size or case.image_size,
+        "image": args.image_size,
+        "tokens_of_text": args.tokens,
         "autocast": args.autocast,
         "tensors": len(profile.names),
         "plans": len(rows),
@@ -172,11 +174,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--image-size", type=int, default=0, help="default: each model's own")
+    parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--autocast", choices=("off", "bf16"), default="off")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--plans", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--group", type=int, default=2, help="plans between two full steps")
+    parser.add_argument("--steps", type=int, default=1, help="steps timed at once (CUDA)")
+    parser.add_argument("--bursts", type=int, default=1, help="of so many timings the fastest counts")
+    parser.add_argument("--tokens", type=int, default=128, help="length of a text")
     parser.add_argument("--effort", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
