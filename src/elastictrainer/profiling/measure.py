@@ -116,10 +116,8 @@ def _measure(
         stepper.step()  # everything gets its optimizer state, and the kernels their warm-up
         subsets = [plans[0], plans[0][: len(plans[0]) // 2] or plans[0], plans[1]]
         optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
-        steps, warmup = (3, 1) if stepper.cuda else (1, 0)
-        rounds = max(
-            1, min(8, round((effort - 15) / ((steps + warmup) * len(plans))))
-        )  # a plan is 0.7 steps, and one round warms up
+        steps, warmup = (2, 1) if stepper.cuda else (1, 0)
+        rounds = max(1, min(8, round((effort - 15) / (0.7 * (steps + warmup) * len(plans)))))  # a plan is 0.7 steps
         measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps)
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
         forwards, optimizers = [forward_s], [optimizer_host]
