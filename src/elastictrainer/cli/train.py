@@ -117,10 +117,8 @@ def train(
     elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds
     elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds --resume
     """
-    from torch.nn.functional import cross_entropy
-
     from elastictrainer.cli.machine import prepare
-    from elastictrainer.data import load_images, load_model
+    from elastictrainer.cli.workload import load, loss_fn
     from elastictrainer.errors import ConfigError
     from elastictrainer.runtime.loop import fit
     from elastictrainer.runtime.optimizers import make_optimizer
@@ -129,27 +127,17 @@ def train(
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     screen = Output(as_json)
     where = prepare(device, threads=threads, seed=seed, deterministic=deterministic)
-    folder = out if out is not None else _new_folder(Path("runs"))
-    # The images say how many classes the network needs, the network how its images must look: size and scale first.
-    shape = load_model(model, weights=weights, image_size=image_size, model_options=model_options, normalize=normalize)
-    images = load_images(
-        data, image_size=image_size or shape.image_size, normalize=shape.normalisation, batch_size=batch_size,
-        seed=seed, device=where,
+    work = load(
+        model, data, weights=weights, model_options=model_options, normalize=normalize, image_size=image_size,
+        batch_size=batch_size, seed=seed, device=where,
     )  # fmt: skip
-    loaded = load_model(
-        model, num_classes=images.num_classes, weights=weights, image_size=images.image_size,
-        model_options=model_options, normalize=normalize, seed=seed,
-    )  # fmt: skip
-    screen.say(str(loaded))
-    screen.say(str(images))
-    for note in images.notes:
-        screen.say(note)
-    network = loaded.model.to(where)
+    for line in work.describe():
+        screen.say(line)
     result = fit(
-        network,
-        make_optimizer(optimizer, network.parameters(), lr=lr, weight_decay=weight_decay),
-        lambda net, batch: cross_entropy(net(batch[0]), batch[1]),
-        images.train,
+        work.model,
+        make_optimizer(optimizer, work.model.parameters(), lr=lr, weight_decay=weight_decay),
+        loss_fn,
+        work.images.train,
         epochs=epochs,
         budget=budget or "1x",
         policy=policy,
@@ -160,14 +148,14 @@ def train(
         memory=memory,
         bn=bn,
         resting_state=resting_state,
-        val_loader=images.val,
-        test_loader=images.test,
+        val_loader=work.images.val,
+        test_loader=work.images.test,
         scheduler=None if schedule == "none" else schedule,
         accumulate=accumulate,
         clip=clip,
         autocast=autocast,
         early_stop=early_stop,
-        out=folder,
+        out=out if out is not None else _new_folder(Path("runs")),
         resume=resume,
         checkpoint_every=checkpoint_every,
         seed=seed,
@@ -176,13 +164,13 @@ def train(
         profile=profile,
         progress=not as_json,
         tensorboard=tensorboard,
-        config={"model": loaded.name, "weights": loaded.source, **images.to_dict()},
-        weights_metadata=loaded.metadata(),
+        config=work.config(),
+        weights_metadata=work.network.metadata(),
     )
-    _show(screen, result, images.num_classes)
+    _show(screen, result)
 
 
-def _show(screen: Output, result: Result, classes: int) -> None:
+def _show(screen: Output, result: Result) -> None:
     from elastictrainer.budget import format_bytes, format_seconds
 
     accuracy = result.accuracy["final"]
