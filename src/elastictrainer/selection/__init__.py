@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from elastictrainer.selection.pins import Pin, pinned
-from elastictrainer.selection.select import select
+from elastictrainer.selection.planning import select
 
 __all__ = ["Pin", "pinned", "select"]

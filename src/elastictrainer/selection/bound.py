@@ -12,7 +12,7 @@ needs no further search.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,10 @@ from elastictrainer.selection.structure import Branch, Structure
 
 __all__ = ["Choice", "Relaxed", "prices_for"]
 
-_SUBGRADIENT_STEPS = 120
+_FINEST_WEIGHTS = 0.02
 _GRID = 2.0 ** (np.arange(-8, 9) / 4)
 _REFINEMENTS = 16
+_MOVES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class Relaxed:
                 gain[step] += sum(self._best[id(side)] for side in sides)
             # What a step gains counts for its whole subtree: added where the subtree begins, taken away where it ends.
             change = np.bincount(branch.end, weights=gain, minlength=len(gain) + 1)
-            reach = np.cumsum(np.append(gain, 0.0) - change)[:-1]
+            reach: Floats = np.cumsum(np.append(gain, 0.0) - change, dtype=np.float64)[:-1]
             self.reach[id(branch)] = reach
             self._best[id(branch)] = max(0.0, float(reach.max()))
         self.ends: Floats = self.reach[id(structure.root)] + float(prices.sum())
@@ -90,85 +91,121 @@ class Relaxed:
 
 
 def prices_for(problem: Problem, structure: Structure) -> list[Relaxed]:
-    """Relaxations at prices that together bring the bounds down, the lowest overall bound first.
+    """Relaxations at prices that together bring the bounds of all ends down, the lowest overall bound first.
 
-    One constraint: Kelley's cutting planes, which end at the exact minimum after a handful of passes, a grid around it,
-    and refinements for the ends whose bounds are highest. Several: a fixed number of projected subgradient steps.
+    Constraints are weighed into one, and its best price found by cutting planes; with several constraints the weights
+    are found by a pattern search. Around the best prices follow a grid, and refinements for the ends whose bounds are
+    highest. About 50 passes for one constraint, 200 for two.
     """
-    tried: list[Relaxed] = []
-
-    def at(prices: Floats) -> Relaxed:
-        tried.append(Relaxed(problem, structure, prices))
-        return tried[-1]
-
-    search = _one_price if problem.constraints == 1 else _many_prices
-    for _ in search(problem, at):
-        pass
-    return sorted(tried, key=lambda relaxation: relaxation.bound)
+    lines = _Lines(problem, structure)
+    weights = _best_weights(lines)
+    best = min(lines.tried, key=lambda relaxation: relaxation.bound)
+    if float(best.prices.sum()) > 0.0:
+        _refine(lines, weights, float(best.prices.sum()))
+        if problem.constraints > 1:
+            _refine_ends(lines)
+    return sorted(lines.tried, key=lambda relaxation: relaxation.bound)
 
 
-def _one_price(problem: Problem, at: Callable[[Floats], Relaxed]) -> Iterator[Relaxed]:
-    free = at(np.zeros(1))
-    yield free
-    over = free.choice()
-    if over.cost[0] <= 1.0:
-        return
-    # At a price of the whole value per unit of capacity, nothing that costs more than the capacity is worth it.
-    dear = at(np.asarray([float(problem.value.sum())]))
-    yield dear
-    under = dear.choice()
-    while True:
-        price = (over.value - under.value) / float(over.cost[0] - under.cost[0])
-        here = at(np.asarray([price]))
-        yield here
-        choice = here.choice()
-        known = max(c.value - price * float(c.cost[0]) for c in (over, under))
-        if choice.value - price * float(choice.cost[0]) <= known * (1 + 1e-12):
-            break
-        if choice.cost[0] > 1.0:
-            over = choice
+class _Lines:
+    """Relaxations by prices; along one direction of prices the bound is convex and made of straight pieces."""
+
+    def __init__(self, problem: Problem, structure: Structure) -> None:
+        self.problem = problem
+        self.structure = structure
+        self.tried: list[Relaxed] = []
+        self.free = self.at(np.zeros(problem.constraints))
+        self._free_choice = self.free.choice()
+
+    def at(self, prices: Floats) -> Relaxed:
+        self.tried.append(Relaxed(self.problem, self.structure, prices))
+        return self.tried[-1]
+
+    def lowest(self, weights: Floats) -> float:
+        """The lowest bound along a direction: Kelley's cutting planes, exact after a handful of passes."""
+        over = _Line.of(self._free_choice, weights)
+        if over.cost <= 1.0:
+            return self.free.bound
+        # At a price of the whole value per unit of capacity, nothing that costs more than the capacity is worth it.
+        under = _Line.of(self.at(weights * self.free.bound).choice(), weights)
+        lowest = math.inf
+        while True:
+            price = (over.value - under.value) / (over.cost - under.cost)
+            here = self.at(weights * price)
+            lowest = min(lowest, here.bound)
+            found = _Line.of(here.choice(), weights)
+            known = max(over.value - price * over.cost, under.value - price * under.cost)
+            if found.value - price * found.cost <= known + 1e-12 * abs(known):
+                return lowest
+            over, under = (found, under) if found.cost > 1.0 else (over, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Value and weighed cost of a choice: the bound as a function of the price is the largest of such lines."""
+
+    value: float
+    cost: float
+
+    @classmethod
+    def of(cls, choice: Choice, weights: Floats) -> _Line:
+        return cls(choice.value, float(choice.cost @ weights))
+
+
+def _best_weights(lines: _Lines) -> Floats:
+    """Weights of the constraints, summing to one, under which the bound is lowest: a pattern search on the simplex.
+
+    The bound is quasi-convex in the weights (it is the surrogate dual), so that a search by ever smaller steps towards
+    and away from the single constraints ends near its minimum. Any weights give a valid bound.
+    """
+    count = lines.problem.constraints
+    corners = np.eye(count)
+    if count == 1:
+        lines.lowest(corners[0])
+        return corners[0]
+    starts = [*corners, np.full(count, 1.0 / count)]
+    bounds = [lines.lowest(weights) for weights in starts]
+    best, weights = min(bounds), starts[int(np.argmin(bounds))]
+    step = 0.5
+    while step > _FINEST_WEIGHTS:
+        moves = [weights + sign * step * (corner - weights) for corner in corners for sign in (1.0, -1.0)]
+        moves = [np.maximum(move, 0.0) / np.maximum(move, 0.0).sum() for move in moves]
+        moves = [move for move in moves if np.abs(move - weights).max() > 1e-9]
+        bounds = [lines.lowest(move) for move in moves]
+        if min(bounds) < best * (1 - 1e-9):
+            best, weights = min(bounds), moves[int(np.argmin(bounds))]
         else:
-            under = choice
-    by_price = {float(relaxation.prices[0]): relaxation for relaxation in (free, dear, here)}
-    for factor in _GRID:
-        by_price.setdefault(price * factor, at(np.asarray([price * factor])))
-        yield by_price[price * factor]
+            step /= 2
+    return weights
+
+
+def _refine(lines: _Lines, weights: Floats, price: float) -> None:
+    """Try prices around the best one, then between those where the highest of the ends' bounds may still come down."""
+    by_price = {factor * price: lines.at(weights * price * factor) for factor in _GRID}
     for _ in range(_REFINEMENTS):
         ordered = sorted(by_price)
         table = np.stack([by_price[p].ends for p in ordered])
         worst = int(table.min(axis=0).argmax())
         best = int(table[:, worst].argmin())
-        near = [p for p in ordered[max(best - 1, 0) : best + 2] if p != ordered[best]]
-        far = [p for p in near if abs(p - ordered[best]) > 0.01 * ordered[best]]
-        if not far:
+        near = [p for p in ordered[max(best - 1, 0) : best + 2] if abs(p - ordered[best]) > 0.01 * ordered[best]]
+        if not near:
             return
-        for p in far:
+        for p in near:
             middle = (p + ordered[best]) / 2
-            by_price[middle] = at(np.asarray([middle]))
-            yield by_price[middle]
+            by_price[middle] = lines.at(weights * middle)
 
 
-def _many_prices(problem: Problem, at: Callable[[Floats], Relaxed]) -> Iterator[Relaxed]:
-    free = at(np.zeros(problem.constraints))
-    yield free
-    choice = free.choice()
-    if (choice.cost <= 1.0).all():
-        return
-    prices = np.where(choice.cost > 1.0, free.bound / problem.constraints / choice.cost, 0.0)
-    step, lowest, best_prices, stalled = 0.3, free.bound, prices, 0
-    for _ in range(_SUBGRADIENT_STEPS):
-        here = at(prices)
-        yield here
-        if here.bound < lowest * (1 - 1e-6):
-            lowest, best_prices, stalled = here.bound, prices, 0
-        else:
-            stalled += 1
-        if stalled == 8:
-            step, stalled, prices = step / 2, 0, best_prices
-            continue
-        slope = here.choice().cost - 1.0
-        length = float(slope @ slope)
-        if length == 0.0:
-            return
-        # Polyak's step towards a bound a little below the lowest so far, since the least one is not known.
-        prices = np.maximum(0.0, prices + step * (here.bound - 0.97 * lowest) / length * slope)
+def _refine_ends(lines: _Lines) -> None:
+    """With several constraints, also move the prices one by one for the ends whose bounds are highest."""
+    for _ in range(_REFINEMENTS // 2):
+        table = np.stack([relaxation.ends for relaxation in lines.tried])
+        worst = int(table.min(axis=0).argmax())
+        best = lines.tried[int(table[:, worst].argmin())]
+        for factor in (1.5, 1.15, 1.04):
+            for _ in range(_MOVES):
+                factors = [np.where(row, f, 1.0) for row in np.eye(len(best.prices)) for f in (factor, 1 / factor)]
+                moved = [lines.at(best.prices * f) for f in factors]
+                found = min(moved, key=lambda relaxation: float(relaxation.ends[worst]))
+                if float(found.ends[worst]) >= float(best.ends[worst]):
+                    break
+                best = found

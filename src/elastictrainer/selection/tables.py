@@ -39,11 +39,15 @@ class Core:
     @classmethod
     def of(cls, relaxations: list[Relaxed], floor: float) -> Core:
         """Choose the relaxation that is tightest on the ends that may still beat the floor."""
-        floor *= 1 - 1e-12  # sums of floats: err on the side of searching more
-        root_ends = np.minimum.reduce([relaxation.ends for relaxation in relaxations]) > floor
-        bounds = [float(relaxation.ends[root_ends].max(initial=floor)) for relaxation in relaxations]
-        relaxation = relaxations[int(np.argmin(bounds))]
-        slack = min(bounds) - floor
+        open_ends = np.minimum.reduce([relaxation.ends for relaxation in relaxations]) > floor * (1 - 1e-12)
+        bounds = [float(relaxation.ends[open_ends].max(initial=floor)) for relaxation in relaxations]
+        return cls.at(relaxations[int(np.argmin(bounds))], floor, open_ends)
+
+    @classmethod
+    def at(cls, relaxation: Relaxed, floor: float, root_ends: NDArray[np.bool_]) -> Core:
+        """What these ends of the main branch leave to decide."""
+        # Sums of floats: err on the side of searching more.
+        slack = float(relaxation.ends[root_ends].max(initial=floor)) - floor * (1 - 1e-12)
         decided = np.abs(relaxation.reduced) >= slack
         return cls(decided & (relaxation.reduced > 0), ~decided, relaxation, slack, root_ends)
 

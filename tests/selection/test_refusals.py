@@ -1,0 +1,126 @@
+"""What select refuses, and that each refusal says what to do."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from elastictrainer.budget import Budget
+from elastictrainer.errors import BudgetError, ConfigError
+from elastictrainer.profiling.profile import Profile
+from elastictrainer.selection import pinned, select
+from tests.selection.graphs import KINDS, priced, scored
+
+
+@pytest.fixture
+def profile() -> Profile:
+    rng = np.random.default_rng(1)
+    return priced(KINDS["residual"](rng, 12), rng)
+
+
+@pytest.fixture
+def scores(profile: Profile) -> dict[str, float]:
+    return {name: 1.0 + k for k, name in enumerate(profile.names)}
+
+
+@pytest.mark.parametrize("kind", ["ratio", "seconds"])
+def test_a_budget_under_the_floor_states_the_least(profile: Profile, scores: dict[str, float], kind: str) -> None:
+    tiny = Budget("ratio", 1e-6) if kind == "ratio" else Budget("seconds", 1e-9)
+    with pytest.raises(BudgetError, match="least is") as caught:
+        select(profile, scores, budget=tiny)
+    least = caught.value.least
+    assert least is not None
+    cheapest = min(profile.step_s([name]) for name in profile.names)
+    assert Budget(tiny.kind, least).seconds(profile.full_step_s) == pytest.approx(cheapest, rel=1e-12)
+    plan = select(profile, scores, budget=Budget(tiny.kind, least))
+    assert plan.trainable
+    with pytest.raises(BudgetError):
+        select(profile, scores, budget=Budget(tiny.kind, least * (1 - 1e-6)))
+
+
+def test_memory_under_the_floor_states_the_least(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(BudgetError, match="memory 1B is under the smallest plan") as caught:
+        select(profile, scores, memory=1)
+    least = caught.value.least
+    assert least == min(profile.peak_bytes([name]) for name in profile.names)
+    assert select(profile, scores, memory=int(least)).peak_bytes <= least
+
+
+def test_time_and_memory_that_no_tensor_fits_together(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(BudgetError, match=r"budget 1us is under .* and memory of at least"):
+        select(profile, scores, budget="1us", memory=1)
+    cheap = min(profile.names, key=lambda name: profile.step_s([name]))
+    with pytest.raises(BudgetError, match="memory .* within") as caught:
+        select(profile, scores, budget=Budget("seconds", profile.step_s([cheap])), memory=1)
+    assert caught.value.least is not None
+    assert select(profile, scores, budget=Budget("seconds", profile.step_s([cheap])), memory=int(caught.value.least))
+
+
+def test_pinned_alone_over_budget_says_by_how_much(profile: Profile, scores: dict[str, float]) -> None:
+    deepest = profile.names[-1]
+    step_s = profile.step_s([deepest])
+    with pytest.raises(BudgetError, match=r"the 1 pinned tensor alone take .* over the budget") as caught:
+        select(profile, scores, budget=Budget("seconds", step_s * 0.99), pin=deepest)
+    assert caught.value.least == step_s
+    assert select(profile, scores, budget=Budget("seconds", step_s), pin=deepest).trainable
+    peak = profile.peak_bytes([deepest])
+    with pytest.raises(BudgetError, match="over the limit") as caught:
+        select(profile, scores, memory=peak - 1, pin=deepest)
+    assert caught.value.least == peak
+
+
+def test_no_positive_score_trains_the_pinned_ones_and_says_so(profile: Profile) -> None:
+    negative = dict.fromkeys(profile.names, -1.0)
+    plan = select(profile, negative, budget="1x", pin="head")
+    assert plan.trainable == profile.graph.head
+    assert "no tensor has a positive score" in plan.note
+    assert "no tensor has a positive score" in str(plan)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        select(profile, negative, budget="1x")
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite_name_the_tensors(profile: Profile, scores: dict[str, float], wrong: float) -> None:
+    with pytest.raises(ConfigError, match=r"layer3\.weight \("):
+        select(profile, {**scores, "layer3.weight": wrong}, budget=0.9)
+
+
+def test_missing_and_foreign_scores_name_the_tensors(profile: Profile, scores: dict[str, float]) -> None:
+    short = {name: score for name, score in scores.items() if name != "layer2.weight"}
+    with pytest.raises(ConfigError, match=r"no score for layer2\.weight"):
+        select(profile, short, budget=0.9)
+    assert "layer2.weight" in select(profile, short, budget=1.0, pin="layer2.weight").trainable
+    with pytest.raises(ConfigError, match="another model"):
+        select(profile, {**scores, "no.such.weight": 1.0}, budget=0.9)
+
+
+@pytest.mark.parametrize(
+    ("pin", "expected"),
+    [
+        ("layer1.weight", ["layer1.weight"]),
+        (["layer1.weight", "layer3.*"], ["layer1.weight", "layer3.weight"]),
+        (lambda name: name.startswith("layer1."), ["layer1.weight"]),
+        ((), []),
+    ],
+)
+def test_pins(profile: Profile, pin: object, expected: list[str]) -> None:
+    assert list(pinned(profile, pin)) == expected  # type: ignore[arg-type]
+
+
+def test_a_pin_that_fits_nothing_is_an_error(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="'layer99' fits no tensor"):
+        select(profile, scores, budget=0.9, pin="layer99")
+
+
+@pytest.mark.parametrize("budget", ["", "fast", "-1x", 0, True])
+def test_wrong_budgets(profile: Profile, scores: dict[str, float], budget: object) -> None:
+    with pytest.raises(ConfigError):
+        select(profile, scores, budget=budget)  # type: ignore[arg-type]
+
+
+def test_a_model_of_one_tensor() -> None:
+    rng = np.random.default_rng(0)
+    profile = priced(KINDS["chain"](rng, 1), rng)
+    assert select(profile, scored(profile, rng, negative=0.0), budget=1.0).trainable == profile.names
