@@ -133,18 +133,17 @@ class _Search:
         spare = min(size // 4, int(core.open.sum()) + 1)
         up = Tables(self.problem, self.structure, core, weights, resolution=size, up=True, spare=spare)
         self._read(up, size, spare)
-        if self.gap <= min(gap, _CLOSE):
-            return
-        if self.problem.constraints > 1:
+        if self.gap > min(gap, _CLOSE) and self.problem.constraints == 1:
+            core = Core.of(self.relaxations, self.value)
+            down = Tables(self.problem, self.structure, core, weights, resolution=size, up=False)
+            self.bound = max(self.value, min(self.bound, down.value))
+        if self.gap > min(gap, _CLOSE) and (self.problem.constraints > 1 or self.gap > gap):
             self._list(cells)
-            return
-        core = Core.of(self.relaxations, self.value)
-        down = Tables(self.problem, self.structure, core, weights, resolution=size, up=False)
-        self.bound = max(self.value, min(self.bound, down.value))
 
     def _list(self, cells: int) -> None:
-        """Search what is left open under all constraints at once: a table of the weighed one proves little.
+        """Search what is left open in real units under all constraints at once.
 
+        That is needed where a table of the weighed constraints proves little, and where rounding hides what decides.
         Ends are taken in groups that one relaxation bounds about as well as their own best one does.
         """
         table = np.stack([relaxation.ends for relaxation in self.relaxations])
