@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +54,34 @@ def surroundings() -> dict[str, Any]:
     import elastictrainer as et
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(6)]
+    body = {f"layer{number}": nn.Sequential(nn.Linear(384, 384), nn.ReLU()) for number in range(8)}
+    model = nn.Sequential(OrderedDict(body, fc=nn.Linear(384, 3)))
+    batches = [(torch.randn(64, 384), torch.randint(3, (64,))) for _ in range(6)]
     return {
         "et": et,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         "loss_fn": lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         "batch": batches[0],
+        "step": 0,
+        "evaluate": lambda model: None,
         **dict.fromkeys(("batches", "loader", "train_loader", "val_loader"), batches),
     }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+# The pages on the method show parts of code, these show code to paste.
+TO_PASTE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "method"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TO_PASTE, ids=lambda page: page.stem)
 def test_the_python_on_a_page_runs_when_pasted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # The README has to stand alone; other pages continue what a reader has.
     namespace = {} if page.name == "README.md" else surroundings()
-    for number, code in enumerate(blocks(page, "python")):
-        exec(compile(code, f"{page.name} block {number}", "exec"), namespace)
+    code = blocks(page, "python")
+    if any("pi.json" in block for block in code):
+        profile = namespace["et"].profile(namespace["model"], namespace["loss_fn"], namespace["batch"])
+        Path("pi.json").write_text(profile.to_json())
+    for number, block in enumerate(code):
+        exec(compile(block, f"{page.name} block {number}", "exec"), namespace)
