@@ -38,8 +38,8 @@ class Plan:
 
     - `gap`: no set of tensors within the same budgets scores more than `score / (1 - gap)`, by the profile's prices.
       Proven whatever `optimal` says; None for a plan that no solver made.
-    - `optimal`: every set of operations that backward may have to reach was searched, none was left out for being one of
-      too many, and `gap` is within what was asked for.
+    - `optimal`: every set of operations that backward may have to reach was searched, none was left out for being one
+      of too many, and `gap` is within what was asked for.
 
     `id` names what is trained: plans that train the same tensors share it, on every machine and at every price.
     """
@@ -189,12 +189,16 @@ class Plan:
             facts.append(self.note)
         return "; ".join(facts) + "\n" + self.strip()
 
+    def blocks(self) -> dict[str, tuple[str, ...]]:
+        """All tensors by top-level block, output side first; a block of many tensors is given by its parts."""
+        return _blocks(self.names)
+
     def strip(self) -> str:
         """The network from output to input, one character a tensor: `#` trains, `P` is pinned, `.` rests."""
         trainable, pinned = set(self.trainable), set(self.pinned)
         blocks = {
             block: "".join("P" if n in pinned and n in trainable else "#" if n in trainable else "." for n in members)
-            for block, members in _blocks(self.names).items()
+            for block, members in self.blocks().items()
         }
         line = "  ".join(f"{block} {marks}" for block, marks in blocks.items())
         if len(line) <= _STRIP_COLUMNS:
@@ -220,15 +224,13 @@ class Difference:
         if not self:
             return f"the same {len(self.kept)} tensors train"
         sign = "-" if self.step_s < 0 else "+"
-        lines = [
-            f"{len(self.started)} start, {len(self.stopped)} stop, {len(self.kept)} stay; {sign}{format_seconds(abs(self.step_s))} a step"
-        ]
+        counts = f"{len(self.started)} start, {len(self.stopped)} stop, {len(self.kept)} stay"
+        lines = [f"{counts}; {sign}{format_seconds(abs(self.step_s))} a step"]
         lines += [f"+ {name}" for name in self.started] + [f"- {name}" for name in self.stopped]
         return "\n".join(lines)
 
 
-def _blocks(names: tuple[str, ...]) -> dict[str, list[str]]:
-    """Tensors by top-level block, in backward order; a block with many tensors is shown by its parts."""
+def _blocks(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     depth = dict.fromkeys(names, 1)
     while True:
         blocks: dict[str, list[str]] = {}
@@ -242,7 +244,7 @@ def _blocks(names: tuple[str, ...]) -> dict[str, list[str]]:
             and any(len(n.split(".")) - 1 > depth[n] for n in members)
         ]
         if not large:
-            return blocks
+            return {block: tuple(members) for block, members in blocks.items()}
         for members in large:
             for name in members:
                 depth[name] += 1

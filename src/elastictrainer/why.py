@@ -104,7 +104,7 @@ class _Limits:
 def _displaced(
     plan: Plan, profile: Profile, limits: _Limits, scores: dict[str, float], names: list[str], wanted: str
 ) -> list[str] | None:
-    """Tensors to drop until the wanted one fits: the least score per second freed first, then none that is not needed."""
+    """Tensors to drop until the wanted one fits: the least score per second first, and none that is not needed."""
     full_s = profile.step_s(names)
 
     def loss_per_second(name: str) -> float:

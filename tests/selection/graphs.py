@@ -85,7 +85,7 @@ def tied(rng: Rng, size: int) -> Graph:
 
 
 def weight_norm(rng: Rng, size: int) -> Graph:
-    """A chain whose weights are made from two tensors each by a dead-end operation, with a residual block now and then."""
+    """A chain whose weights are each made from two tensors by a dead-end operation, with a shortcut now and then."""
     wires = Wires()
     at = wires.node()
     while wires.count < size:
@@ -128,7 +128,7 @@ KINDS: dict[str, Callable[[Rng, int], Graph]] = {
 
 
 def priced(graph: Graph, rng: Rng, *, lanes: int = 1) -> Profile:
-    """A profile of this graph at random prices: heavy tails, free operations, light tensors, storages shared by neighbours."""
+    """A profile at random prices: heavy tails, free operations, light tensors, storages that neighbours share."""
     nodes, tensors = len(graph.nodes), len(graph.tensors)
 
     def seconds(count: int, free: float) -> np.ndarray:
@@ -136,10 +136,15 @@ def priced(graph: Graph, rng: Rng, *, lanes: int = 1) -> Profile:
 
     def lane(name: str) -> Lane:
         return Lane(
-            name=name, forward_total_s=float(rng.lognormal(0, 1)) * nodes * 1e-4, overhead_s=1e-4, forward_s=np.zeros(nodes),
-            fused_s=seconds(nodes, 0.6), pass_s=seconds(nodes, 0.2), dw_s=seconds(tensors, 0.05) * rng.choice([0.05, 1.0], tensors),
+            name=name,
+            forward_total_s=float(rng.lognormal(0, 1)) * nodes * 1e-4,
+            overhead_s=1e-4,
+            forward_s=np.zeros(nodes),
+            fused_s=seconds(nodes, 0.6),
+            pass_s=seconds(nodes, 0.2),
+            dw_s=seconds(tensors, 0.05) * rng.choice([0.05, 1.0], tensors),
             opt_s=seconds(tensors, 0.5) * 0.1,
-        )  # fmt: skip
+        )
 
     storages = []
     for n, node in enumerate(graph.nodes):

@@ -52,7 +52,7 @@ def test_time_and_memory_that_no_tensor_fits_together(profile: Profile, scores: 
     with pytest.raises(BudgetError, match=r"budget 1us is under .* and memory of at least"):
         select(profile, scores, budget="1us", memory=1)
     cheap = min(profile.names, key=lambda name: profile.step_s([name]))
-    with pytest.raises(BudgetError, match="memory .* within") as caught:
+    with pytest.raises(BudgetError, match=r"memory .* within") as caught:
         select(profile, scores, budget=Budget("seconds", profile.step_s([cheap])), memory=1)
     assert caught.value.least is not None
     assert select(profile, scores, budget=Budget("seconds", profile.step_s([cheap])), memory=int(caught.value.least))

@@ -144,7 +144,9 @@ def test_scaling_scores_changes_nothing(case: Case, share: float, power: int) ->
 @given(case=cases(most=30), ratio=st.floats(0.2, 1.0), power=st.integers(-10, 10))
 def test_scaling_time_changes_nothing(case: Case, ratio: float, power: int) -> None:
     profile, scores = case
-    assert outcome(profile.scaled(2.0**power), scores, Budget("ratio", ratio)) == outcome(profile, scores, Budget("ratio", ratio))
+    assert outcome(profile.scaled(2.0**power), scores, Budget("ratio", ratio)) == outcome(
+        profile, scores, Budget("ratio", ratio)
+    )
 
 
 def outcome(profile: Profile, scores: dict[str, float], budget: Budget) -> tuple[str, ...] | str:
@@ -199,7 +201,7 @@ def test_everything_trains_at_the_full_budget(kind: str) -> None:
         assert plan.trainable == profile.names
         assert plan.ratio == 1.0
         assert plan.gap == 0.0
-        only_deepest = {name: -1.0 for name in profile.names} | {profile.names[-1]: 1.0}
+        only_deepest = dict.fromkeys(profile.names, -1.0) | {profile.names[-1]: 1.0}
         assert select(profile, only_deepest, budget=1.0).trainable == (profile.names[-1],)
 
 

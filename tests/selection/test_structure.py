@@ -77,7 +77,10 @@ def test_whatever_is_on_sale_has_its_groups_paid_once(problem: Problem) -> None:
 
 def test_folding_merges_equal_sets_and_moves_single_ones() -> None:
     problem = fold(
-        np.ones(3), np.zeros((3, 1)), [0b111, 0b111, 0b010, 0b000, 0b011], np.asarray([[0.1], [0.2], [0.3], [0.4], [0.0]])
+        np.ones(3),
+        np.zeros((3, 1)),
+        [0b111, 0b111, 0b010, 0b000, 0b011],
+        np.asarray([[0.1], [0.2], [0.3], [0.4], [0.0]]),
     )
     assert problem.groups == (0b111,)
     assert problem.group_price == pytest.approx(np.asarray([[0.3]]))

@@ -1,13 +1,14 @@
-"""The Lagrangian bound: at a price per unit of each constraint, the best choice is found step by step, and bounds them all.
+"""The Lagrangian bound: with a price for each constraint the best choice is found step by step, and bounds them all.
 
-    L(price) = price . capacity + max over choices of (value - price . cost)  >=  the best feasible value, for any price >= 0
+    L(price) = price . capacity + max over choices of (value - price . cost)  >=  every feasible value, if price >= 0
 
-The maximum is one pass over the structure, as vector operations, and it bounds every place where a choice may end on its
-own: the lowest bound of each over many prices is (nearly) its fractional knapsack, and the largest of those bounds all.
+The maximum is one pass over the structure, as vector operations, and it bounds every place where a choice may end on
+its own: the lowest bound of each over many prices is (nearly) its fractional knapsack, and the largest of those bounds
+all.
 
-It also tells what can still matter: taking an item against its reduced value r = value - price . cost loses |r| from the
-bound, and ending a branch at a step that is worse by d loses d. Whatever falls to the value of a choice already known
-needs no further search.
+It also tells what can still matter: taking an item against its reduced value r = value - price . cost loses |r| from
+the bound, and ending a branch at a step that is worse by d loses d. Whatever falls to the value of a choice already
+known needs no further search.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _best_weights(lines: _Lines) -> Floats:
     and away from the single constraints ends near its minimum. Any weights give a valid bound.
     """
     count = lines.problem.constraints
-    corners = np.eye(count)
+    corners: Floats = np.eye(count)
     if count == 1:
         lines.lowest(corners[0])
         return corners[0]

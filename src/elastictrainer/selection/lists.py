@@ -75,7 +75,9 @@ class Lists:
         """Everything that a branch may turn these states into. The main branch ends choices instead."""
         ends, leads, may_stay = self._core.ends(branch)
         best = self._relaxation.best(branch)
-        ending = best - self._relaxation.reach[id(branch)] if branch is not self._root else self._top - self._relaxation.ends
+        ending = (
+            best - self._relaxation.reach[id(branch)] if branch is not self._root else self._top - self._relaxation.ends
+        )
         ahead = _least_ahead(branch, np.where(ends, ending, np.inf))
         done = [_States(states.cost, states.loss + best, states.trail)] if may_stay else []
         at: dict[int, _States] = {-1: states}
@@ -147,7 +149,7 @@ class Lists:
         return states
 
     def _log(self, trail: NDArray[np.intp], bought: int) -> NDArray[np.intp]:
-        """Note that these states bought an item (or, below -1, a parcel of items); returns where their trails end now."""
+        """Note that these states bought an item (below -1: a parcel of items); returns where their trails end now."""
         self._previous.append(trail)
         self._bought.append(np.full(len(trail), bought, dtype=np.intp))
         self._logged += len(trail)

@@ -53,7 +53,9 @@ def select_milp(
             return names, bound
         moment = int(profile.held_bytes(names).argmax())
         if moment in moments:
-            raise BudgetError(f"the integer programme keeps {memory_bytes} bytes only within its tolerance; allow a byte more")
+            raise BudgetError(
+                f"the integer programme keeps {memory_bytes} bytes only within its tolerance; allow a byte more"
+            )
         moments.add(moment)
         programme.limit_moment(moment, memory_bytes)
 

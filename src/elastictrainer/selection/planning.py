@@ -64,7 +64,8 @@ def select(
         limits.refuse_pinned(kept)
     elif not candidates:
         raise ConfigError(
-            "no tensor has a positive score and none is pinned, so there is nothing to train; pin='head' trains the output layer"
+            "no tensor has a positive score and none is pinned, so there is nothing to train; "
+            "pin='head' trains the output layer"
         )
     note = "" if candidates else "no tensor has a positive score: only the pinned ones train"
     found = _search(profile, limits, Prices(profile, candidates, first), values[candidates], gap)
@@ -96,11 +97,9 @@ def _checked(profile: Profile, scores: Mapping[str, float], kept: tuple[str, ...
         raise ConfigError(
             f"scores name {_some(unknown)}, which this profile does not have; were they made for another model?"
         )
-    wrong = [name for name, score in scores.items() if not math.isfinite(score)]
+    wrong = [f"{name} ({score})" for name, score in scores.items() if not math.isfinite(score)]
     if wrong:
-        raise ConfigError(
-            f"scores that are not finite: {_some([f'{name} ({scores[name]})' for name in wrong])}; probe again, or drop the batch that made them"
-        )
+        raise ConfigError(f"scores that are not finite: {_some(wrong)}; probe again, or drop the batch that made them")
     return np.asarray([float(scores.get(name, 0.0)) for name in profile.names], dtype=np.float64)
 
 
@@ -218,8 +217,8 @@ class _Limits:
             least_s = min(c[0] for c in (in_memory or cost).values())
             also = "" if in_memory else f" and memory of at least {format_bytes(min(c[1] for c in cost.values()))}"
             return BudgetError(
-                f"budget {self._budget()} is under the cheapest plan that trains anything; the least is {self._least(least_s)}"
-                f"{also} (a step without any training takes {format_seconds(self.profile.floor_s)})",
+                f"budget {self._budget()} is under the cheapest plan that trains anything; "
+                f"the least is {self._least(least_s)}{also} (a step without any training takes {format_seconds(self.profile.floor_s)})",
                 least=self._in_unit(least_s),
             )
         least_bytes = min(c[1] for c in (in_time or cost).values())
@@ -231,7 +230,8 @@ class _Limits:
         )
 
     def _budget(self) -> str:
-        assert self.budget is not None and self.seconds is not None, "asked only where time is limited"
+        assert self.budget is not None, "asked only where time is limited"
+        assert self.seconds is not None, "parsed together with the budget"
         return str(self.budget) if self.budget.kind == "seconds" else f"{self.budget} ({format_seconds(self.seconds)})"
 
     def _in_unit(self, step_s: float) -> float:

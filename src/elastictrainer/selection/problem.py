@@ -61,7 +61,7 @@ class Problem:
         return ~(chosen | as_mask(blocked, self.items))
 
     def affordable(self, chosen: NDArray[np.bool_], left: Floats) -> list[tuple[int, Floats]]:
-        """Items outside a choice that `left` can still buy, with what each adds: its own price and its closed groups'."""
+        """Items outside a choice that `left` can still buy, each with what it adds, its closed groups' prices included."""
         closed = np.flatnonzero(~self.opened(chosen))
         dear = (self.group_price[closed] > left).any(axis=1)
         blocked = 0

@@ -1,4 +1,4 @@
-"""Solve a problem: bound it, keep what can still matter, search that with tables, and say how far from the best it may be."""
+"""Solve a problem: bound it, search what can still matter, and say how far from the best the answer may be."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The share of the bound that this choice may be short of: no feasible choice is worth more than value / (1 - gap)."""
+        """How much of the bound this choice may be short of: no other is worth more than value / (1 - gap)."""
         short = 1.0 - self.value / self.bound if self.bound > 0 else 0.0
         return short if short > _TOLERANCE else 0.0
 
@@ -72,7 +72,7 @@ def solve(problem: Problem, *, gap: float = 0.005, resolution: int | None = None
 
 
 def _affordable(problem: Problem) -> tuple[NDArray[np.bool_], Problem]:
-    """Leave out the items that no feasible choice holds; besides being useless, their prices would drown the others'."""
+    """Leave out items that no feasible choice holds; besides being useless, their prices would drown the others'."""
     kept = np.ones(problem.items, dtype=np.bool_)
     while True:
         dear = (problem.group_price > 1 + _TOLERANCE).any(axis=1)

@@ -3,7 +3,7 @@
 Two groups *cross* if they overlap and neither holds the other. Groups that cross nothing nest like brackets: on a chain
 of layers all of them do. Crossing groups are collected into clusters (the two paths of a residual block), and the
 clusters nest like brackets again. That recovers the single-entry single-exit segments of the network, and with them
-dead-end side branches (a weight norm's `g` and `v`, a conditioning network, a second tower), without looking at the graph.
+dead-end side branches (a weight norm's `g` and `v`, a conditioning network, a second tower), without the graph.
 
 - A single group is one step: pay it, and its own items are on sale.
 - Inside a cluster every union of what its items need is one step, which extends a smaller union by the items that it
@@ -63,7 +63,7 @@ def arrange(problem: Problem, *, limit: int = 4096, relax: bool = False) -> Stru
     """Arrange the groups of a problem; `limit` is the most closed sets of one cluster that are listed.
 
     With `relax`, a cluster over the limit keeps its most expensive groups that do not cross each other and the others
-    become free: every choice then costs at most what it really does, so that the best one bounds the problem from above.
+    become free: every choice then costs at most what it really does, so that the best one bounds the problem.
     Costs a few set operations a group: milliseconds for hundreds of groups, below a second for 10,000.
     """
     groups = list(range(len(problem.groups)))
@@ -250,7 +250,7 @@ def _lowest(members: int) -> int:
 
 
 def _unions(needs: list[int], limit: int) -> list[tuple[int, int]] | None:
-    """All unions of these sets, each with a smaller one that it extends by as little as possible; None above the limit."""
+    """All unions of these sets, each with a smaller one that it extends by as little as possible; None if too many."""
     tree: list[tuple[int, int]] = []
     seen = {0}
     pending = [0]

@@ -1,8 +1,8 @@
 """The knapsack table, grown along the steps of a structure: one table answers every place where a choice may end.
 
-`table[c]` is the most value that c cells of the budget can buy of what has been on sale so far. A step extends its parent's
-table by the items it puts on sale, one vector operation an item, and its own price only moves where the table is read: it
-is kept in real units and rounded once. Branches are entered from a table and leave one behind.
+`table[c]` is the most value that c cells of the budget can buy of what has been on sale so far. A step extends its
+parent's table by the items it puts on sale, one vector operation an item, and its own price only moves where the table
+is read: it is kept in real units and rounded once. Branches are entered from a table and leave one behind.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Tables:
         return int(np.ceil(cost - _TINY)) if self._up else int(np.floor(cost + _TINY))
 
     def _search(self, branch: Branch, table: Floats, room: int, lowest: int) -> tuple[Floats, _Record]:
-        """Enter a branch or not. `room` is the last cell of the table that is of any use; nothing reads below `lowest`."""
+        """Enter a branch or not. `room` is the last cell that is of any use; nothing reads below `lowest`."""
         ends, leads, may_stay = self._core.ends(branch)
         out = table.copy() if may_stay else np.full(len(table), _NOWHERE)
         record = _Record(branch, np.full(len(table), -1, dtype=np.int32), {}, {})

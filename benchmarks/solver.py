@@ -1,0 +1,208 @@
+"""The solver: how long it takes, how far from the best it may be, and what the published one does on the same instances.
+
+    OMP_NUM_THREADS=1 python benchmarks/solver.py            # all of it, about ten minutes on one core
+    OMP_NUM_THREADS=1 python benchmarks/solver.py --quick    # a row of each kind
+
+- chains: lognormal costs, every second tensor light, a quarter of the scores negative; rho is of the backward pass.
+  `select` at its own resolution, and the same at a fixed resolution of 1,000 cells. The published dynamic programme runs
+  at its 1,000 cells on some of them; its answer is costed in real units, since rounding down may take it over budget.
+- models: the profiles of the time-model suite, taken here, at random scores of the same kind; with `select` alone, with a
+  memory ceiling as well, and beside the integer programme (`scipy.optimize.milp`), which proves what is best.
+
+Times are the median of repeats with the profile at hand: what a re-plan costs. Writes results/solver.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+import elastictrainer as et
+from elastictrainer.budget import Budget
+from elastictrainer.graph import Graph, Node, TensorInfo
+from elastictrainer.profiling.profile import Lane, Memory, Residual
+from elastictrainer.selection import select
+from elastictrainer.selection.milp import select_milp
+from elastictrainer.selection.prices import Prices
+from elastictrainer.selection.solve import solve
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import RESULTS, print_table, where, write_csv
+from models import CASES, Case, loss_fn
+
+Result = TypeVar("Result")
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+SHOWN = ("instance", "tensors", "rho", "memory", "solver", "ms", "score_of_best", "gap", "over_budget")
+
+
+def timed(run: Callable[[], Result], repeats: int) -> tuple[Result, float]:
+    """The result, and the median of its milliseconds."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = run()
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds) * 1e3
+
+
+def random_scores(count: int, rng: np.random.Generator) -> Floats:
+    values = rng.lognormal(0.0, 1.0, count)
+    return np.where(rng.random(count) < 0.25, -values, values)
+
+
+def chain(count: int, seed: int) -> tuple[et.Profile, dict[str, float]]:
+    rng = np.random.default_rng(seed)
+    t_dy, t_dw = rng.lognormal(0.0, 1.0, count), rng.lognormal(0.0, 1.0, count)
+    t_dw[1::2] *= 0.05
+    nodes = tuple(Node("Op", "", (i + 1,) if i + 1 < count else (), (i,)) for i in range(count))
+    graph = Graph(nodes, tuple(TensorInfo(f"layer{i}.weight", (1,), "float32", 4) for i in range(count)))
+    zero = np.zeros(count)
+    forward_s = float(t_dy.sum() + t_dw.sum()) / 2
+    lane = Lane("cpu", forward_s * 1e-6, 0.0, zero, zero, t_dy * 1e-6, t_dw * 1e-6, zero)
+    none = np.zeros(count, dtype=np.int64)
+    profile = et.Profile(graph, (lane,), Memory(0, (), none, none), Residual(0.0, 0.0, 0))
+    return profile, dict(zip(profile.names, random_scores(count, rng).tolist()))
+
+
+def published(t_dy: Floats, t_dw: Floats, scores: Floats, rho: float, *, cells: int = 1000) -> list[int]:
+    """The published recurrence (ElasticTrainer section 6) as the published code reads it, output side first. O(N^2 T).
+
+    With `best[k]` over the cells for choices among the first k tensors, tensor k is either left out or follows a choice
+    whose deepest tensor is k', and then pays every t_dy from k' on. Where leaving k out is no worse, what followed k' is
+    no longer known to end there, and that entry is never built upon: this is how optima are lost.
+    """
+    scale = cells / float(t_dy.sum() + t_dw.sum())
+    dy, dw = np.floor(t_dy * scale).astype(int), np.floor(t_dw * scale).astype(int)
+    limit = int(rho * cells)
+    past = np.flatnonzero(np.cumsum(dy) > limit)
+    depth = int(past[0]) if len(past) else len(dy) - 1
+    best = np.zeros((depth + 1, limit + 1))
+    ends = np.zeros((depth + 1, limit + 1), dtype=bool)
+    ends[0] = True
+    came_from = np.full((depth + 1, limit + 1), -1)
+    for k in range(1, depth + 1):
+        best[k] = best[k - 1]
+        spent = int(dw[k - 1])
+        for before in range(k - 1, -1, -1):
+            spent += int(dy[before])
+            if spent > limit:
+                break
+            offered = np.where(
+                ends[before, : limit + 1 - spent], best[before, : limit + 1 - spent] + scores[k - 1], -np.inf
+            )
+            better = offered > best[k, spent:]
+            best[k, spent:][better] = offered[better]
+            came_from[k, spent:][better] = before
+        ends[k] = came_from[k] >= 0
+    k, t = np.unravel_index(int(best.argmax()), best.shape)
+    chosen: list[int] = []
+    while k > 0:
+        before = int(came_from[k, t])
+        if before < 0:
+            k -= 1
+            continue
+        chosen.append(int(k) - 1)
+        t -= dw[k - 1] + dy[before:k].sum()
+        k = before
+    return chosen[::-1]
+
+
+def chain_rows(count: int, rho: float, seed: int, *, repeats: int, with_published: bool) -> list[dict[str, Any]]:
+    profile, scores = chain(count, seed)
+    lane = profile.lanes[0]
+    budget = Budget("seconds", profile.floor_s + rho * (profile.full_step_s - profile.floor_s))
+    values = np.asarray(list(scores.values()))
+    facts = {"instance": "chain", "tensors": count, "rho": rho, "seed": seed}
+    plan, ms = timed(lambda: select(profile, scores, budget=budget), repeats)
+    best = (plan.score or 0.0) / (1 - (plan.gap or 0.0))
+    rows = [{**facts, "solver": "select", "ms": ms, "gap": plan.gap, "score_of_best": 1 - (plan.gap or 0.0)}]
+
+    def at_1000() -> float:
+        wanted = [k for k in range(count) if values[k] > 0]
+        prices = Prices(profile, wanted, [])
+        problem = prices.problem(values[wanted], [prices.clock(lane, budget.value)])
+        return solve(problem, resolution=1000).value
+
+    value, ms = timed(at_1000, repeats)
+    rows.append({**facts, "solver": "1000 cells", "ms": ms, "score_of_best": value / best})
+    if with_published:
+        chosen, ms = timed(lambda: published(lane.reach_s, lane.train_s, values, rho), 1)
+        step_s = profile.step_s([profile.names[k] for k in chosen])
+        score = float(values[chosen].sum())
+        over = (step_s - profile.floor_s) / (budget.value - profile.floor_s) - 1
+        rows.append({**facts, "solver": "published", "ms": ms, "score_of_best": score / best, "over_budget": over})
+    return rows
+
+
+def model_rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.manual_seed(args.seed)
+    model = case.make().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    profile = et.profile(model, loss_fn, case.batch(args), optimizer=optimizer, effort=args.effort)
+    full_bytes, base_bytes = profile.peak_bytes(profile.names), profile.memory.base_bytes
+    rows = []
+    for seed in range(args.seed, args.seed + args.instances):
+        scores = dict(zip(profile.names, random_scores(len(profile.names), np.random.default_rng(seed)).tolist()))
+        for rho, share in ((0.5, None), (0.7, None), (0.7, 0.5), (None, 0.5)):
+            facts = {"instance": case.name, "tensors": len(profile.names), "rho": rho, "memory": share, "seed": seed}
+            budget = None if rho is None else Budget("ratio", rho)
+            memory = None if share is None else int(base_bytes + share * (full_bytes - base_bytes))
+            try:
+                plan, ms = timed(
+                    lambda b=budget, m=memory, s=scores: select(profile, s, budget=b, memory=m), args.repeats
+                )
+            except et.BudgetError as refusal:
+                rows.append({**facts, "solver": f"refused: {refusal}"})
+                continue
+            seconds = None if budget is None else budget.seconds(profile.full_step_s)
+            (names, _), milp_ms = timed(
+                lambda b=seconds, m=memory, s=scores: select_milp(profile, s, budget_s=b, memory_bytes=m, gap=1e-6), 1
+            )
+            best = sum(scores[name] for name in names)
+            facts |= {"optimal": plan.optimal}
+            rows.append(
+                {**facts, "solver": "select", "ms": ms, "gap": plan.gap, "score_of_best": (plan.score or 0.0) / best}
+            )
+            rows.append({**facts, "solver": "integer programme", "ms": milp_ms, "score_of_best": 1.0})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a row of each kind")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--instances", type=int, default=5, help="random instances of each kind")
+    parser.add_argument("--models", nargs="*", help="of the time-model suite; all by default")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--image-size", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--effort", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "solver.csv")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.quick:
+        args.repeats, args.instances, args.effort, args.models = 3, 1, 12, args.models or ["resnet50"]
+    rows: list[dict[str, Any]] = []
+    for count in (1000, 10_000):
+        for rho in (0.3, 0.5):
+            for seed in range(args.seed, args.seed + args.instances):
+                rows += chain_rows(count, rho, seed, repeats=args.repeats, with_published=count <= 1000)
+    for case in CASES.values():
+        if not args.models or case.name in args.models:
+            rows += model_rows(case, args)
+    facts = where()
+    write_csv(args.out, [{**row, **facts} for row in rows])
+    print_table(rows, SHOWN)
+
+
+if __name__ == "__main__":
+    main()
