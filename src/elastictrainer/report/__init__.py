@@ -1,1 +1,6 @@
-"""Figures and one self-contained HTML page from a run folder."""
+"""Figures and one self-contained HTML page from a run folder, or from several."""
+
+from elastictrainer.report.comparison import write_comparison
+from elastictrainer.report.run_page import write_report
+
+__all__ = ["write_comparison", "write_report"]
