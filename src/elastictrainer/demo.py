@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-EPOCHS = 3
+EPOCHS = 5
 BATCH_SIZE = 16
 LEARNING_RATE = 3e-3
 BUDGET = "0.5x"
@@ -34,6 +34,7 @@ def main() -> int:
     try:
         full = _train("full", folder)
         elastic = _train("elastic", folder)
+        report = _report(folder, ("full", "elastic"))
     except KeyboardInterrupt:
         print("elastictrainer: interrupted", file=sys.stderr)
         return 130
@@ -46,7 +47,8 @@ def main() -> int:
         [_row("everything", full), _row(f"within {BUDGET}", elastic)],
     )
     out.say()
-    out.say(f"Both runs, with their plans, profiles and weights: {folder}")
+    out.say(f"report: {report.resolve()}")
+    out.say(f"the runs, with their plans, profiles and weights: {folder.resolve()}")
     return 0
 
 
@@ -69,11 +71,20 @@ def _train(policy: str, folder: Path) -> Result:
         budget=BUDGET,
         bn="track",  # digits are far from ImageNet: its statistics do not fit them
         policy=policy,
+        interval=1,  # the run is short: what is worth training changes from epoch to epoch
         val_loader=images.val,
         test_loader=images.test,
         cache=folder / "profiles",
         out=folder / policy,
     )
+
+
+def _report(folder: Path, runs: tuple[str, ...]) -> Path:
+    from elastictrainer.report import write_comparison, write_report
+
+    for run in runs:
+        write_report(folder / run)
+    return write_comparison([folder / run for run in runs], folder / "report.html")
 
 
 def _row(name: str, result: Result) -> tuple[object, ...]:
