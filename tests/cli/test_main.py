@@ -110,7 +110,7 @@ def test_an_empty_table_prints_its_head(capsys):
     assert capsys.readouterr().out == "nothing\na  b\n"
 
 
-def test_help_in_a_pipe_has_no_control_sequence_and_loads_no_torch(shell):
+def test_help_in_a_pipe_has_no_control_sequence(shell):
     done = shell("--help", FORCE_COLOR="")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
