@@ -101,7 +101,7 @@ def _broken_torch() -> Check | None:
     try:
         import torch
 
-        torch.ones(2, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+        torch.ones(2, requires_grad=True).sum().backward()
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Check("torch", "broken", reason, "install it again: pip install --force-reinstall torch")

@@ -56,7 +56,7 @@ def _deterministic(device: str) -> None:
         for _ in range(2):
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(images), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         return [parameter.detach() for parameter in model.parameters()]
 
