@@ -41,6 +41,12 @@ docs: venv ## build the documentation into site/, warnings are errors
 tests: venv ## pytest with doctests, warnings are errors
 	@$(TEST_ENV) $(RUN) pytest -q -n 2
 
+# The other suites need a dataset and weights; the top of each file in benchmarks/ says how to start it.
+bench: venv ## the benchmarks that need no dataset, on this CPU; half an hour, results in benchmarks/results/
+	@$(TEST_ENV) $(VENV)/bin/python benchmarks/time_model.py --device cpu --threads 1 --batch-size 4 --image-size 96
+	@$(TEST_ENV) $(VENV)/bin/python benchmarks/solver.py
+	@$(TEST_ENV) $(VENV)/bin/python benchmarks/apply_memory.py --batch-size 8 --image-size 64
+
 clean: ## remove everything that can be made again, but not runs/
 	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
