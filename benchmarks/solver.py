@@ -1,13 +1,13 @@
-"""The solver: how long it takes, how far from the best it may be, and what the published one does on the same instances.
+"""The solver: how long it takes, how far from the best it may be, and what the published one does on the same cases.
 
     OMP_NUM_THREADS=1 python benchmarks/solver.py            # all of it, about ten minutes on one core
     OMP_NUM_THREADS=1 python benchmarks/solver.py --quick    # a row of each kind
 
 - chains: lognormal costs, every second tensor light, a quarter of the scores negative; rho is of the backward pass.
-  `select` at its own resolution, and the same at a fixed resolution of 1,000 cells. The published dynamic programme runs
-  at its 1,000 cells on some of them; its answer is costed in real units, since rounding down may take it over budget.
-- models: the profiles of the time-model suite, taken here, at random scores of the same kind; with `select` alone, with a
-  memory ceiling as well, and beside the integer programme (`scipy.optimize.milp`), which proves what is best.
+  Costs are whole numbers (some 5,000 in all for 1,000 tensors), so that the published dynamic programme, which rounds
+  down, is run on them as they are and keeps the budget. `select` chooses its own resolution; then 1,000 cells.
+- models: the profiles of the time-model suite, taken here, at random scores of the same kind; `select` in time, in
+  memory and in both, beside the integer programme (`scipy.optimize.milp`), which proves what is best.
 
 Times are the median of repeats with the profile at hand: what a re-plan costs. Writes results/solver.csv.
 """
@@ -62,6 +62,7 @@ def chain(count: int, seed: int) -> tuple[et.Profile, dict[str, float]]:
     rng = np.random.default_rng(seed)
     t_dy, t_dw = rng.lognormal(0.0, 1.0, count), rng.lognormal(0.0, 1.0, count)
     t_dw[1::2] *= 0.05
+    t_dy, t_dw = np.ceil(2 * t_dy), np.ceil(2 * t_dw)
     nodes = tuple(Node("Op", "", (i + 1,) if i + 1 < count else (), (i,)) for i in range(count))
     graph = Graph(nodes, tuple(TensorInfo(f"layer{i}.weight", (1,), "float32", 4) for i in range(count)))
     zero = np.zeros(count)
@@ -72,16 +73,15 @@ def chain(count: int, seed: int) -> tuple[et.Profile, dict[str, float]]:
     return profile, dict(zip(profile.names, random_scores(count, rng).tolist()))
 
 
-def published(t_dy: Floats, t_dw: Floats, scores: Floats, rho: float, *, cells: int = 1000) -> list[int]:
+def published(t_dy: Floats, t_dw: Floats, scores: Floats, limit: int) -> list[int]:
     """The published recurrence (ElasticTrainer section 6) as the published code reads it, output side first. O(N^2 T).
 
-    With `best[k]` over the cells for choices among the first k tensors, tensor k is either left out or follows a choice
-    whose deepest tensor is k', and then pays every t_dy from k' on. Where leaving k out is no worse, what followed k' is
-    no longer known to end there, and that entry is never built upon: this is how optima are lost.
+    With `best[k]` over times for choices among the first k tensors, tensor k is either left out or follows a choice
+    that ends at k', and then pays every t_dy from k' on. An entry is built upon only if it took its own tensor; where
+    leaving that out was better, any other choice that ends there is forgotten: so optima are lost. The tensor nearest
+    the input can never be taken.
     """
-    scale = cells / float(t_dy.sum() + t_dw.sum())
-    dy, dw = np.floor(t_dy * scale).astype(int), np.floor(t_dw * scale).astype(int)
-    limit = int(rho * cells)
+    dy, dw = t_dy.astype(int), t_dw.astype(int)
     past = np.flatnonzero(np.cumsum(dy) > limit)
     depth = int(past[0]) if len(past) else len(dy) - 1
     best = np.zeros((depth + 1, limit + 1))
@@ -134,7 +134,9 @@ def chain_rows(count: int, rho: float, seed: int, *, repeats: int, with_publishe
     value, ms = timed(at_1000, repeats)
     rows.append({**facts, "solver": "1000 cells", "ms": ms, "score_of_best": value / best})
     if with_published:
-        chosen, ms = timed(lambda: published(lane.reach_s, lane.train_s, values, rho), 1)
+        t_dy, t_dw = np.rint(lane.reach_s * 1e6), np.rint(lane.train_s * 1e6)
+        limit = int(rho * (t_dy.sum() + t_dw.sum()))
+        chosen, ms = timed(lambda: published(t_dy, t_dw, values, limit), 1)
         step_s = profile.step_s([profile.names[k] for k in chosen])
         score = float(values[chosen].sum())
         over = (step_s - profile.floor_s) / (budget.value - profile.floor_s) - 1
@@ -167,10 +169,8 @@ def model_rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
                 lambda b=seconds, m=memory, s=scores: select_milp(profile, s, budget_s=b, memory_bytes=m, gap=1e-6), 1
             )
             best = sum(scores[name] for name in names)
-            facts |= {"optimal": plan.optimal}
-            rows.append(
-                {**facts, "solver": "select", "ms": ms, "gap": plan.gap, "score_of_best": (plan.score or 0.0) / best}
-            )
+            found = {"optimal": plan.optimal, "gap": plan.gap, "score_of_best": (plan.score or 0.0) / best}
+            rows.append({**facts, "solver": "select", "ms": ms, **found})
             rows.append({**facts, "solver": "integer programme", "ms": milp_ms, "score_of_best": 1.0})
     return rows
 

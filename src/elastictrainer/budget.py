@@ -97,9 +97,12 @@ def parse_bytes(text: str | int | float) -> int:
 def parse_share(text: str | float) -> float:
     """A share between 0 and 1 from `"15%"`, `"0.15x"` or `0.15`."""
     try:
-        value = float(text) if not isinstance(text, str) else (
-            float(text.strip()[:-1]) / 100 if text.strip().endswith("%") else float(text.strip().lower().removesuffix("x"))
-        )  # fmt: skip
+        if not isinstance(text, str):
+            value = float(text)
+        elif text.strip().endswith("%"):
+            value = float(text.strip()[:-1]) / 100
+        else:
+            value = float(text.strip().lower().removesuffix("x"))
     except ValueError:
         raise ConfigError(f"share {text!r} cannot be read; write for example '15%' or '0.15'") from None
     if not 0 < value <= 1:

@@ -99,7 +99,8 @@ def test_noise_is_no_reason_to_change_anything() -> None:
     jitter = lambda now: 1.0 + 0.03 * float(torch.randn((), generator=noise).clamp(-2, 2))  # noqa: E731
     elastic, machine = make(Machine(profile, slowness=jitter), model=model, budget="0.5x")
     train(elastic, machine, epochs=9, data=batches(60))
-    assert elastic.stats["machine"] == 1.0
+    assert elastic.stats["machine"] == pytest.approx(1.0, abs=0.02)
+    assert "drift" not in {event["reason"] for event in elastic.history}
     assert 0.48 <= machine.ratio <= 0.51
 
 
@@ -136,7 +137,6 @@ def test_a_budget_below_the_floor_says_what_would_do() -> None:
 def test_drift_beyond_the_stated_error_brings_a_new_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_net()
     truth = chain_profile(model)
-    stale = truth.scaled(1.0)
     stale = chain_profile(model, unit_s=0.15)  # backward taken for half of what it costs
     machine = Machine(truth)
     taken: list[Profile] = []
@@ -147,7 +147,7 @@ def test_drift_beyond_the_stated_error_brings_a_new_profile(monkeypatch: pytest.
 
     monkeypatch.setattr(controller, "take_profile", profile)
     elastic, _ = make(machine, model=model, profile=stale, budget="0.6x")
-    train(elastic, machine, epochs=6, data=batches(60))
+    train(elastic, machine, epochs=9, data=batches(60))
     assert len(taken) == 1
     assert [event["reason"] for event in elastic.history].count("drift") == 1
     assert 0.58 <= machine.ratio <= 0.61

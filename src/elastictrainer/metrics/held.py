@@ -35,10 +35,10 @@ def held_bytes(forward: Callable[[], Tensor], model: nn.Module) -> int:
 
 
 def _gone(block: StorageWeakRef) -> bool:
-    return bool(block.expired())  # type: ignore[no-untyped-call]
+    return bool(block.expired())
 
 
-class _Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Births(TorchDispatchMode):
     """Remembers, weakly, each block of memory that an operation returned."""
 
     def __init__(self) -> None:
@@ -50,6 +50,6 @@ class _Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                block = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                block = StorageWeakRef(storage)
                 self.blocks[block.cdata] = (block, storage.nbytes())
         return out

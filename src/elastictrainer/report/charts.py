@@ -96,7 +96,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     """
     raw = (high - low) / max(count, 1)
     magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw * 0.9)
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw * 0.85)
     digits = max(0, 2 - math.floor(math.log10(step)))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(k * step, digits) for k in range(first, last + 1)]

@@ -116,7 +116,7 @@ class Elastic:
         self.plan: Plan | None = None
         self.scores: dict[str, float] | None = None
         self.epochs, self.steps = 0, 0
-        self.overhead_s = dict.fromkeys(("profile", "probe", "select", "apply", "calibrate"), 0.0)
+        self.overhead_s = dict.fromkeys(("profile", "probe", "select", "apply", "forward"), 0.0)
         self.history: list[dict[str, Any]] = []
         self._bn, self._resting_state = bn, resting_state
         self._applied: Applied | None = None
@@ -149,10 +149,10 @@ class Elastic:
         window.open(self._now())
         try:
             while True:
+                if self.plan is not None and self._applied is None:  # loaded from a state, and not yet on the model
+                    self._stand()
                 if self._due():
                     self._replan(ahead)
-                elif self._applied is None:  # after load_state_dict: the plan is known and not yet on the model
-                    self._stand(ahead.peek(1))
                 held = ahead.held
                 batch = next(ahead, _END)
                 if batch is _END:
@@ -223,7 +223,8 @@ class Elastic:
             self._steering.saw_wait(ahead.typical_wait_s)
             self._price(batches[0])
             self._checked_epoch = self.epochs
-            self._calibrate(batches[0])
+            if not first:
+                self._time_forward(batches[0])
             scores = self._probe(batches)
             alike = similarity(scores, self.scores) if scores is not None and self.scores is not None else None
             if self.interval.kind == "auto" and alike is not None and alike >= SIMILAR:
@@ -231,24 +232,24 @@ class Elastic:
             self.scores = scores
             self._plan_epoch, self._plan_step = self.epochs, self.steps
             self._adopt(self._choose(), reason="first" if first else "interval", similarity=alike)
+            if first:
+                self._time_forward(batches[0])
 
     def _steer(self, batch: Any) -> None:
         """At the end of a window: is the run on its way to its budget? If not, choose again from the same scores."""
         steering, plan, profile = self._steering, self.plan, self.profile
-        if not steering.enabled or plan is None or profile is None:
+        if plan is None or profile is None or not steering.takes_stock():
             return
-        if steering.wants_calibration or steering.wants_profile(profile.error.p95):
-            with self.pause(), self._around():
-                self._calibrate(batch)  # a slow machine must not be taken for a wrong profile
-        if steering.wants_profile(profile.error.p95):
-            with self.pause(), self._around():
+        with self.pause(), self._around():
+            self._time_forward(batch)
+            if not steering.enabled:
+                return
+            if steering.wants_profile:
                 self.undo()
                 self._price(batch, anew=True)
-                self._calibrate(batch)
                 self._adopt(self._choose(), reason="drift")
-        elif steering.wants_trim(profile, plan, horizon=self._horizon()):
-            with self.pause(), self._around():
-                self._calibrate(batch)
+                self._time_forward(batch)
+            elif steering.wants_trim(profile, plan, horizon=self._horizon()):
                 self._adopt(self._choose(), reason="trim")
 
     def _horizon(self) -> int:
@@ -264,16 +265,16 @@ class Elastic:
 
     def _price(self, batch: Any, *, anew: bool = False) -> None:
         if self.profile is None or anew:
-            before = self.profile
             with self._charge("profile"):
                 taken = take_profile(
                     self.model, self.loss_fn, batch, optimizer=self.optimizer, bn=self._bn,
                     cache=None if anew else self.cache, seed=self.seed, effort=self._effort(),
                 )  # fmt: skip
                 self.profile = Profile.from_dict(from_first_rank(taken.to_dict())) if ranks() > 1 else taken
-            self._steering.profiled(before, self.profile)
+            self._steering.profiled(self.profile, taken=True)
         elif self.plan is None:
             self._check_given(self.profile)
+            self._steering.profiled(self.profile, taken=False)
 
     def _effort(self) -> int:
         """About how many full steps a profile may cost: half a percent of the run's time, where its length is known."""
@@ -293,16 +294,17 @@ class Elastic:
                 "take it again with 'elastictrainer profile'"
             )
 
-    def _calibrate(self, batch: Any) -> None:
-        if not self._steering.enabled:
+    def _time_forward(self, batch: Any) -> None:
+        """Time the forward pass, always with a plan on the model: norms and layers then run as they do in training."""
+        if not self._steering.timed:
             return
-        with self._charge("calibrate"), untouched(self.model), torch.no_grad():
+        with self._charge("forward"), untouched(self.model), torch.no_grad():
             seconds = []
-            for _ in range(12 if self._steering.reference_forward_s is None else 8):
+            for _ in range(12 if self._steering.pace.reference_s is None else 8):
                 start = self._now()
                 self.loss_fn(self.model, batch)
                 seconds.append(self._now() - start)
-        self._steering.timed_forward(median(seconds[1:]))  # the first one warms up
+        self._steering.pace.timed_forward(median(seconds[1:]))  # the first one warms up
 
     def _probe(self, batches: list[Any]) -> dict[str, float] | None:
         if not self.policy.needs_scores:
@@ -345,13 +347,12 @@ class Elastic:
             "machine": self._steering.pace.machine,
             "steps": 0,
             "spent_s": 0.0,
-            "full_s": 0.0,
         }
         self.history.append(event)
         if self.on_plan is not None:
             self.on_plan({**event, "plan": plan.to_dict(), "scores": self.scores})
 
-    def _stand(self, batches: list[Any] | None = None) -> None:
+    def _stand(self) -> None:
         """Put the plan on the model and tell the account what its steps should cost."""
         assert self.plan is not None
         assert self.profile is not None
@@ -381,9 +382,9 @@ class Elastic:
 
     def _close_window(self) -> None:
         if self._steering.window.steps and self.profile is not None:
-            spent = self._steering.close(self._now(), self.profile)
-            for key, value in zip(("steps", "spent_s", "full_s"), spent):
-                self.history[-1][key] += value
+            steps, seconds = self._steering.close(self._now())
+            self.history[-1]["steps"] += steps
+            self.history[-1]["spent_s"] += seconds
 
     # -- what others read --------------------------------------------------------------------------------------------
 
@@ -404,6 +405,7 @@ class Elastic:
         it was; the seconds in `overhead_s` are the decision-making's and come on top.
         """
         pace = self._steering.pace
+        account = pace.account(self.budget)
         spent = [(h["predicted_ratio"], h["steps"]) for h in self.history if h["steps"]]
         steps = sum(count for _, count in spent)
         return {
@@ -411,9 +413,9 @@ class Elastic:
             "importance": self.importance.name if self.policy.needs_scores else None,
             "budget": str(self.budget) if self.budget else None,
             "steps": pace.steps,
-            "spent_s": pace.spent_s,
-            "full_step_s": pace.full_s / pace.steps if pace.steps else None,
-            "step_s": pace.spent_s / pace.steps if pace.steps else None,
+            "spent_s": account.spent_s,
+            "full_step_s": account.full_s / pace.steps if pace.steps else None,
+            "step_s": account.spent_s / pace.steps if pace.steps else None,
             "predicted_ratio": sum(ratio * count for ratio, count in spent) / steps if steps else None,
             "measured_ratio": pace.ratio,
             "machine": pace.machine,

@@ -5,174 +5,218 @@ plan S really takes is read as
 
     step = wait + machine * error(S) * predicted(S)
 
-`wait` for the batch is seen directly. `machine`, how much slower everything runs than when it was profiled (heat, other
-processes), and `error(S)`, how far the time model is off for this plan, cannot be told apart from step times alone: a
-timed forward pass, which no plan changes, separates them (`recalibrate`). It matters because the budget is a share of a
-*full* step: a slow machine makes the full step slow too and leaves the ratio alone; a model error does not.
+`wait` for the batch is seen directly. `machine`, how much slower everything runs now than when it was profiled (heat,
+other processes), and `error(S)`, how far the time model is off for this plan, cannot be told apart from step times
+alone. It matters, because the budget is a share of a *full* step: a slow machine makes the full step slow, too, and
+leaves the ratio alone; a model error does not. So now and then a forward pass, which no plan changes, is timed beside
+the steps: what they have in common is the machine's, and only what is left is the plan's.
+
+How far that is believed depends on how well such pairs agree with each other, against how far the profile says that it
+may be off: on a quiet machine one pair settles it, on one that wobbles by 20% the profile is the better witness.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from statistics import geometric_mean, median
+from statistics import fmean, median
 from typing import Any
 
 from elastictrainer.budget import Budget
 
-__all__ = ["Pace"]
+__all__ = ["Account", "Pace", "Stretch"]
 
-RECENT = 3  # windows that must agree before anything is concluded from them
-MEMORY = 32  # windows of the standing plan that its error is the median of
-NOTICEABLE = 0.05  # relative change of step or forward time below which the machine is held to be the same
-LARGEST_REPAYMENT = (
-    0.10  # share of a step's allowance that may go into repaying, or spending, earlier steps' difference
-)
+RECENT = 3  # windows that stand for "now"
+MEMORY = 32  # windows of the standing plan that are remembered
+NOTICEABLE = 0.05  # relative change of step times that is worth another look at the machine
+LEAST_NOISE = 0.002  # no two timings agree better than this
+LARGEST_REPAYMENT = 0.10  # share of a step's allowance that may go into repaying, or spending, what went before
+
+
+@dataclass(slots=True)
+class Stretch:
+    """All steps of one plan. `predicted_s` and `full_s` are computing time a step, by the profile; `samples` are
+    logarithms of what timed pairs of step and forward pass said of the plan's error."""
+
+    predicted_s: float
+    full_s: float
+    steps: int = 0
+    spent_s: float = 0.0
+    wait_s: float = 0.0
+    samples: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Seconds of the run so far: as they were, as full steps would have taken, and as the budget allows."""
+
+    spent_s: float
+    full_s: float
+    allowed_s: float
 
 
 @dataclass(slots=True)
 class Pace:
-    """The account of a run. `full_s` is what the same steps would have taken with everything trained, at the machine's
-    speed of the moment; `spent_s / full_s` is therefore the run's measured ratio."""
+    """The account of a run."""
 
-    steps: int = 0
-    spent_s: float = 0.0
-    full_s: float = 0.0
-    allowed_s: float = 0.0
+    stated: float = 0.0
+    """The profile's own error, 95th percentile."""
+    reference_s: float | None = None
+    """A forward pass when the profile was new; None where none was timed: the machine is then taken as profiled."""
     machine: float = 1.0
     plan: str = ""
-    predicted_s: float = 0.0
     windows: list[float] = field(default_factory=list)
-    window_full_s: list[float] = field(default_factory=list)
-    share: float = 1.0
-    errors: dict[str, float] = field(default_factory=dict)
+    """Step over prediction, for each window of the standing plan."""
+    stretches: dict[str, Stretch] = field(default_factory=dict)
+    settled: Stretch = field(default_factory=lambda: Stretch(0.0, 0.0))
+    """Steps from before the present profile, valued at its full step."""
 
-    @property
-    def ratio(self) -> float | None:
-        """Measured share of full training so far."""
-        return self.spent_s / self.full_s if self.full_s > 0 else None
+    # -- what is seen ------------------------------------------------------------------------------------------------
 
-    def stand(self, plan: str, predicted_s: float) -> None:
-        """From now on steps are of this plan, predicted to compute for so long on the machine as profiled."""
+    def stand(self, plan: str, *, predicted_s: float, full_s: float) -> None:
+        """From now on steps are of this plan."""
         if plan != self.plan:
-            self.windows, self.window_full_s = [], []
-        self.plan, self.predicted_s = plan, predicted_s
+            self.windows = []
+        self.plan = plan
+        stretch = self.stretches.setdefault(plan, Stretch(predicted_s, full_s))
+        stretch.predicted_s, stretch.full_s = predicted_s, full_s
 
-    def forget_errors(self, full: float = 1.0) -> None:
-        """After a new profile: what the old one got wrong says nothing about this one.
-
-        `full`: a full step by the new profile over one by the old, by which all accounts so far were off.
-        """
-        self.full_s, self.allowed_s = self.full_s * full, self.allowed_s * (full if self.share else 1.0)
-        self.windows, self.window_full_s, self.errors, self.machine = [], [], {}, 1.0
-
-    def add(
-        self,
-        steps: int,
-        elapsed_s: float,
-        wait_s: float,
-        *,
-        full_s: float,
-        budget: Budget | None,
-        settling: bool = False,
-    ) -> None:
-        """Account for a window of steps; `full_s` is a full step's compute as profiled.
+    def add(self, steps: int, elapsed_s: float, wait_s: float, *, settling: bool = False) -> None:
+        """Account for a window of steps.
 
         `settling`: the window paid for things that happen once after a new plan (allocator, kernel choice,
         compilation); it counts as spent but says nothing about the plan.
         """
-        full = self.machine * full_s + wait_s / steps
-        self.steps += steps
-        self.spent_s += elapsed_s
-        self.full_s += full * steps
-        self.allowed_s += (budget.seconds(full) if budget else full) * steps
-        if settling or self.predicted_s <= 0:
+        stretch = self.stretches[self.plan]
+        stretch.steps += steps
+        stretch.spent_s += elapsed_s
+        stretch.wait_s += wait_s
+        if settling:
             return
-        compute = max(elapsed_s - wait_s, 0.0) / steps
-        self.windows = [*self.windows, compute / (self.machine * self.predicted_s)][-MEMORY:]
-        self.window_full_s = [*self.window_full_s, steps * self.machine * full_s][-MEMORY:]
-        self.share = 1.0 if budget is None else budget.value if budget.kind == "ratio" else 0.0
-        if len(self.windows) >= RECENT:
-            self.errors[self.plan] = median(self.windows)
+        self.windows = [*self.windows, max(elapsed_s - wait_s, 0.0) / steps / stretch.predicted_s][-MEMORY:]
+        self._follow_machine()
+
+    def timed_forward(self, seconds: float) -> None:
+        """A forward pass took so long, just now. The first one after a profile is what later ones are measured by."""
+        if self.reference_s is None:
+            self.reference_s = seconds
+        elif len(self.windows) >= RECENT and seconds > 0:
+            pair = math.log(median(self.windows[-RECENT:]) * self.reference_s / seconds)
+            self.stretches[self.plan].samples.append(pair)
+            self._follow_machine()
+
+    def _follow_machine(self) -> None:
+        if self.reference_s is not None and len(self.windows) >= RECENT:
+            self.machine = median(self.windows[-RECENT:]) / self.error(self.plan)
+
+    def renew(self, full_s: float, *, stated: float) -> None:
+        """A new profile: what the old one got wrong says nothing about this one, whose full step values all so far."""
+        for stretch in self.stretches.values():
+            self.settled.steps += stretch.steps
+            self.settled.spent_s += stretch.spent_s
+            self.settled.wait_s += stretch.wait_s
+        self.settled.full_s = full_s
+        self.stretches, self.windows, self.plan = {}, [], ""
+        self.machine, self.reference_s, self.stated = 1.0, None, stated
+
+    # -- what follows ------------------------------------------------------------------------------------------------
 
     def error(self, plan: str | None = None) -> float:
-        """Measured over predicted for this plan; for one never run, what the plans so far have in common."""
-        if plan in self.errors:
-            return self.errors[plan]
-        return geometric_mean(list(self.errors.values())[-8:]) if self.errors else 1.0
+        """What a step of this plan is believed to take, over its prediction, the machine apart.
+
+        Pairs are shrunk by how noisy they are against how far the profile may be off: first all plans' together, which
+        is also what is believed of a plan never run, then the plan's own.
+        """
+        pairs = [sample for stretch in self.stretches.values() for sample in stretch.samples]
+        if not pairs:
+            return 1.0
+        common = self._trust(len(pairs)) * fmean(pairs)
+        own = self.stretches[plan].samples if plan is not None and plan in self.stretches else []
+        return math.exp(common + self._trust(len(own)) * (fmean(own) - common) if own else common)
+
+    def _trust(self, pairs: int) -> float:
+        # One more than their mean's variance: the reference that all of them share is no better than they are.
+        believed = max(self.stated / 2, 0.01) ** 2
+        return believed / (believed + self.noise**2 * (1 + 1 / pairs)) if pairs else 0.0
+
+    @property
+    def noise(self) -> float:
+        """How far two pairs of one plan differ, as a share; before there are enough, how far its windows do."""
+        apart = [
+            abs(sample - fmean(stretch.samples))
+            for stretch in self.stretches.values()
+            if len(stretch.samples) > 1
+            for sample in stretch.samples
+        ]
+        return max(LEAST_NOISE, 1.5 * median(apart) if len(apart) > 3 else self.scatter)
+
+    @property
+    def scatter(self) -> float:
+        """How far the standing plan's windows differ from each other, as a share."""
+        if len(self.windows) < RECENT:
+            return 0.0
+        middle = median(self.windows)
+        return 1.5 * median(abs(window - middle) for window in self.windows) / middle
 
     @property
     def changed(self) -> bool:
-        """The standing plan's latest steps differ from its earlier ones: worth a timed forward pass."""
+        """The latest steps differ from the plan's earlier ones by more than those do by themselves."""
         if len(self.windows) < 2 * RECENT:
             return False
         before, now = median(self.windows[:-RECENT]), median(self.windows[-RECENT:])
-        return abs(now / before - 1) > NOTICEABLE
+        return abs(now / before - 1) > max(NOTICEABLE, 2.5 * self.scatter)
 
-    def recalibrate(self, forward: float) -> None:
-        """Told that a forward pass now takes `forward` times what it took when profiled, decide what has changed.
+    def drifted(self) -> bool:
+        """Two pairs at least say that the plan is off by more than twice the stated error, 5% and the noise."""
+        own = self.stretches[self.plan].samples if self.plan in self.stretches else []
+        return len(own) >= 2 and abs(fmean(own)) > 2 * self.stated + NOTICEABLE + 2 * self.noise
 
-        A single reading is noisy, and everything that follows rests on it, so the machine is held to have changed only
-        if the steps say so too: by the same turn, or, where it came slowly, by an error of the plan that this explains.
-        The steps then say how much, where the two roughly agree, since there are many of them.
-        """
-        shift = forward / self.machine
-        steps = self._step_shift()
-        if self._confirmed(shift, steps):
-            factor = steps if steps is not None and abs(steps / shift - 1) < 2 * NOTICEABLE else shift
-            self.machine *= factor
-            if len(self.windows) >= RECENT:
-                self._revalue(factor)
-        elif self.changed:  # the plan itself has become dearer or cheaper: only its latest windows are true
-            self.windows, self.window_full_s = self.windows[-RECENT:], self.window_full_s[-RECENT:]
-        if len(self.windows) >= RECENT:
-            self.errors[self.plan] = median(self.windows)
+    def account(self, budget: Budget | None) -> Account:
+        """The run so far. The machine's speed of the moment is in the steps themselves: what a plan is believed to take
+        of a full step is what they took of it."""
+        spent = full = allowed = 0.0
+        for plan, stretch in self.stretches.items():
+            computed = stretch.spent_s - stretch.wait_s
+            if self.reference_s is None:
+                whole = stretch.steps * stretch.full_s
+            else:
+                whole = computed / (self.error(plan) * stretch.predicted_s) * stretch.full_s
+            spent, full = spent + stretch.spent_s, full + whole + stretch.wait_s
+        spent += self.settled.spent_s
+        full += self.settled.steps * self.settled.full_s + self.settled.wait_s
+        if budget is None or budget.kind == "ratio":
+            allowed = full * (budget.value if budget else 1.0)
+        else:
+            allowed = self.steps * budget.value
+        return Account(spent, full, allowed)
 
-    def _confirmed(self, shift: float, steps: float | None) -> bool:
-        if abs(shift - 1) <= NOTICEABLE:
-            return False
-        if steps is not None and (steps - 1) * (shift - 1) > 0 and abs(steps - 1) > NOTICEABLE / 2:
-            return True
-        if abs(shift - 1) <= 2 * NOTICEABLE:
-            return False
-        error = median(self.windows) if len(self.windows) >= RECENT else shift
-        return abs(math.log(error / shift)) < abs(math.log(error))
+    @property
+    def steps(self) -> int:
+        return self.settled.steps + sum(stretch.steps for stretch in self.stretches.values())
 
-    def _revalue(self, factor: float) -> None:
-        """The windows since the machine changed were accounted at its old speed: a full step was slower, too."""
-        now = median(self.windows[-RECENT:])
-        first = len(self.windows) - RECENT
-        while first > 0 and abs(self.windows[first - 1] / now - 1) <= NOTICEABLE:
-            first -= 1
-        late_s = (factor - 1) * sum(self.window_full_s[first:])
-        self.full_s += late_s
-        self.allowed_s += self.share * late_s
-        self.windows[first:] = [w / factor for w in self.windows[first:]]
-        self.window_full_s[first:] = [w * factor for w in self.window_full_s[first:]]
+    @property
+    def ratio(self) -> float | None:
+        """Share of full training so far."""
+        account = self.account(None)
+        return account.spent_s / account.full_s if account.full_s > 0 else None
 
-    def _step_shift(self) -> float | None:
-        if len(self.windows) < 2 * RECENT:
-            return None
-        return median(self.windows[-RECENT:]) / median(self.windows[:-RECENT])
-
-    def drifted(self, stated: float) -> bool:
-        """The plan's steps are off by more than twice the profile's stated error (95th percentile) and 5% more."""
-        return len(self.windows) >= 2 * RECENT and abs(median(self.windows) - 1) > 2 * stated + NOTICEABLE
-
-    def target_s(self, allowed_s: float, *, horizon: int) -> float:
+    def target_s(self, allowed_s: float, *, budget: Budget, horizon: int) -> float:
         """What a step may take from now on so that the account is even after `horizon` steps."""
-        owed = (self.spent_s - self.allowed_s) / max(horizon, 1)
+        account = self.account(budget)
+        owed = (account.spent_s - account.allowed_s) / max(horizon, 1)
         most = LARGEST_REPAYMENT * allowed_s
         return allowed_s - min(max(owed, -most), most)
 
-    def excess(self, *, step_s: float, allowed_s: float, full_s: float, horizon: int) -> float:
+    def excess(self, *, step_s: float, allowed_s: float, full_s: float, budget: Budget, horizon: int) -> float:
         """By how much, as a share of full training, the run will be over its budget after `horizon` such steps."""
-        over = self.spent_s - self.allowed_s + horizon * (step_s - allowed_s)
-        return over / (self.full_s + horizon * full_s)
+        account = self.account(budget)
+        over = account.spent_s - account.allowed_s + horizon * (step_s - allowed_s)
+        return over / (account.full_s + horizon * full_s)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Pace:
-        return cls(**data)
+        stretches = {plan: Stretch(**stretch) for plan, stretch in data["stretches"].items()}
+        return cls(**{**data, "stretches": stretches, "settled": Stretch(**data["settled"])})

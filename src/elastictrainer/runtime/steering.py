@@ -17,7 +17,7 @@ __all__ = ["Steering", "Window"]
 SETTLING_STEPS = 3  # after a new plan: allocator, kernel choice, compilation
 OVER, UNDER = 0.005, 0.01  # projected excess over, or shortfall under, the budget that is worth another selection
 MOST_PROFILES = 2  # a profile that disagrees with the steps twice is right: the loop does more than the step
-EAGER = 3  # windows between two timed forward passes, doubled each time that one shows nothing
+SUSPICION = 5  # windows between two timed forward passes for a suspicion, doubled each time
 UNKNOWN_EPOCH = 1000  # steps in an epoch of a loader that does not know its length
 
 
@@ -72,12 +72,11 @@ class Steering:
         self.window = Window(20 if overlapping else 5)  # waiting for a device costs it a launch; a CPU's clock is free
         self.steps_per_epoch = UNKNOWN_EPOCH
         self.wait_s = 0.0
-        self.reference_forward_s: float | None = None
         self._profiles = 0
         self._windows = 0  # since the plan stands
         self._next_check = 0
-        self._next_calibration = 0
-        self._patience = EAGER
+        self._next_suspicion = 0
+        self._checking = False
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 
@@ -86,49 +85,37 @@ class Steering:
         if self.pace.steps == 0:
             self.wait_s = seconds
 
-    def profiled(self, before: Profile | None, now: Profile) -> None:
-        """A profile was taken, in the place of one or as the first."""
-        self._profiles += 1
-        self.reference_forward_s = None
-        old_s = before.full_step_s * self.pace.machine if before is not None else now.full_step_s
-        self.pace.forget_errors(now.full_step_s / old_s)
-
-    def timed_forward(self, seconds: float) -> None:
-        """The first timing after a profile is what the machine's speed is measured against from then on."""
-        if self.reference_forward_s is None or self.reference_forward_s <= 0:
-            self.reference_forward_s = seconds
-            return
-        machine = self.pace.machine
-        self.pace.recalibrate(seconds / self.reference_forward_s)
-        # A suspicion that a timed forward pass did not bear out is followed less eagerly the next time.
-        self._patience = min(64, 2 * self._patience) if self.pace.machine == machine else EAGER
-        self._next_calibration = self._windows + self._patience
+    def profiled(self, profile: Profile, *, taken: bool) -> None:
+        """These are the prices from now on; `taken`: in this run, not given from outside."""
+        self._profiles += taken
+        self.pace.renew(profile.full_step_s - profile.data_s, stated=profile.error.p95)
 
     def stand(self, profile: Profile, plan: Plan) -> None:
-        prices = self._waiting(profile)
-        compute_s = prices.step_s(plan.trainable) - prices.data_s
         if plan.id != self.pace.plan:
-            self._windows, self._next_check, self._next_calibration = 0, 3, 0
+            self._windows, self._next_check, self._next_suspicion = 0, 3, SUSPICION
             self.window.settling = SETTLING_STEPS
-        self.pace.stand(plan.id, compute_s / self.pace.machine)
+        predicted_s, full_s = self._compute_s(profile, plan)
+        self.pace.stand(plan.id, predicted_s=predicted_s, full_s=full_s)
 
-    def close(self, now: float, profile: Profile) -> tuple[int, float, float]:
-        """End the window and open the next; its steps, their seconds, and what full ones would have taken."""
-        window, pace = self.window, self.pace
+    def _compute_s(self, profile: Profile, plan: Plan) -> tuple[float, float]:
+        """A step of the plan and a full one on the machine as profiled, without what is waited for apart."""
+        prices = self._waiting(profile)
+        machine = self.pace.machine
+        return (prices.step_s(plan.trainable) - prices.data_s) / machine, (prices.full_step_s - prices.data_s) / machine
+
+    def close(self, now: float) -> tuple[int, float]:
+        """End the window and open the next; its steps and their seconds."""
+        window = self.window
         assert window.start is not None
         steps, wait_s = window.steps, 0.0 if self.overlapping else window.wait_s
         elapsed_s = max(now - window.start - window.excluded_s, 0.0)
-        before = pace.full_s
-        if not window.settling:
-            self.wait_s += 0.25 * (window.wait_s / steps - self.wait_s)
-        prices = self._waiting(profile)
-        full_s = (prices.full_step_s - prices.data_s) / pace.machine
-        pace.add(steps, elapsed_s, wait_s, full_s=full_s, budget=self.budget, settling=bool(window.settling))
+        self.pace.add(steps, elapsed_s, wait_s, settling=bool(window.settling))
         if not window.settling:
             self._windows += 1
+            self.wait_s += 0.25 * (window.wait_s / steps - self.wait_s)
         window.settling = 0
         window.open(now)
-        return steps, elapsed_s, pace.full_s - before
+        return steps, elapsed_s
 
     # -- what follows ------------------------------------------------------------------------------------------------
 
@@ -144,23 +131,35 @@ class Steering:
         lane = replace(now.lanes[host], overhead_s=now.lanes[host].overhead_s + self.wait_s)
         return replace(now, lanes=(*now.lanes[:host], lane, *now.lanes[host + 1 :]))
 
-    @property
-    def wants_calibration(self) -> bool:
-        return self.pace.changed and self._windows >= self._next_calibration
+    def takes_stock(self) -> bool:
+        """Whether to time a forward pass after this window and ask what follows from it.
 
-    def wants_profile(self, stated_error: float) -> bool:
-        return self._profiles < MOST_PROFILES and self._windows >= 6 and self.pace.drifted(stated_error)
+        After 3, 9, 27, ... windows of a plan, so that each answer rests on three times as much as the one before; after
+        every 200; and when the plan's steps have changed.
+        """
+        self._checking = self._windows >= self._next_check
+        if self._checking:
+            self._next_check *= 3
+            return True
+        if self.pace.changed and self._windows >= self._next_suspicion:
+            self._next_suspicion = 2 * self._windows
+            return True
+        return self._windows % 200 == 199
+
+    @property
+    def wants_profile(self) -> bool:
+        return self._profiles < MOST_PROFILES and self.pace.drifted()
 
     def wants_trim(self, profile: Profile, plan: Plan, *, horizon: int) -> bool:
-        """Asked after 3, 9, 27, ... windows of a plan: each answer rests on three times as much as the one before."""
-        if self.budget is None or self._windows < self._next_check or horizon < 2 * self.window.length:
+        """Whether the run, going on as it does, would miss its budget by more than is let pass."""
+        if not self._checking or self.budget is None or horizon < 2 * self.window.length:
             return False
-        self._next_check *= 3
         prices = self.prices(profile)
         excess = self.pace.excess(
             step_s=prices.data_s + self.pace.error(plan.id) * (prices.step_s(plan.trainable) - prices.data_s),
             allowed_s=self.budget.seconds(prices.full_step_s),
             full_s=prices.full_step_s,
+            budget=self.budget,
             horizon=horizon,
         )
         return excess > OVER or excess < -UNDER
@@ -170,7 +169,7 @@ class Steering:
         prices = self.prices(profile)
         if not self.enabled or self.budget is None or self.pace.steps == 0:
             return plan(prices, self.budget)
-        target_s = self.pace.target_s(self.budget.seconds(prices.full_step_s), horizon=horizon)
+        target_s = self.pace.target_s(self.budget.seconds(prices.full_step_s), budget=self.budget, horizon=horizon)
         error = self.pace.error()
         while True:
             limit_s = prices.data_s + (target_s - prices.data_s) / error
@@ -191,11 +190,10 @@ class Steering:
             "pace": self.pace.to_dict(),
             "steps_per_epoch": self.steps_per_epoch,
             "wait_s": self.wait_s,
-            "reference_forward_s": self.reference_forward_s,
             "profiles": self._profiles,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.pace = Pace.from_dict(state["pace"])
         self.steps_per_epoch, self.wait_s = state["steps_per_epoch"], state["wait_s"]
-        self.reference_forward_s, self._profiles = state["reference_forward_s"], state["profiles"]
+        self._profiles = state["profiles"]

@@ -112,7 +112,7 @@ def _keep_random_streams(model: nn.Module, restore: ExitStack) -> None:
     # The global generator is what data augmentation uses, whatever numpy recommends for new code.
     restore.callback(np.random.set_state, np.random.get_state(legacy=False))  # noqa: NPY002
     restore.callback(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking an uninitialised device would initialise it
+    if torch.cuda.is_initialized():  # asking an uninitialised device would initialise it
         restore.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     if torch.backends.mps.is_available():
         restore.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())

@@ -160,11 +160,11 @@ def _best_weights(lines: _Lines) -> Floats:
     and away from the single constraints ends near its minimum. Any weights give a valid bound.
     """
     count = lines.problem.constraints
-    corners: Floats = np.eye(count)
+    corners: list[Floats] = list(np.eye(count, dtype=np.float64))
     if count == 1:
         lines.lowest(corners[0])
         return corners[0]
-    starts = [*corners, np.full(count, 1.0 / count)]
+    starts: list[Floats] = [*corners, np.full(count, 1.0 / count)]
     bounds = [lines.lowest(weights) for weights in starts]
     best, weights = min(bounds), starts[int(np.argmin(bounds))]
     step = 0.5

@@ -134,6 +134,8 @@ def _repaired(
     limits: _Limits, prices: Prices, values: NDArray[np.float64], chosen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Drop the least valuable tensors until every limit holds, to the last float; seldom any."""
+    if limits.hold(prices.names(chosen)):
+        return chosen
     chosen = chosen.copy()
     order = np.argsort(values, kind="stable")
     order = order[chosen[order]]
@@ -218,7 +220,8 @@ class _Limits:
             also = "" if in_memory else f" and memory of at least {format_bytes(min(c[1] for c in cost.values()))}"
             return BudgetError(
                 f"budget {self._budget()} is under the cheapest plan that trains anything; "
-                f"the least is {self._least(least_s)}{also} (a step without any training takes {format_seconds(self.profile.floor_s)})",
+                f"the least is {self._least(least_s)}{also} "
+                f"(a step without any training takes {format_seconds(self.profile.floor_s)})",
                 least=self._in_unit(least_s),
             )
         least_bytes = min(c[1] for c in (in_time or cost).values())

@@ -61,7 +61,7 @@ class Problem:
         return ~(chosen | as_mask(blocked, self.items))
 
     def affordable(self, chosen: NDArray[np.bool_], left: Floats) -> list[tuple[int, Floats]]:
-        """Items outside a choice that `left` can still buy, each with what it adds, its closed groups' prices included."""
+        """Items outside a choice that `left` can still buy, each with what it adds, its closed groups included."""
         closed = np.flatnonzero(~self.opened(chosen))
         dear = (self.group_price[closed] > left).any(axis=1)
         blocked = 0
@@ -77,21 +77,21 @@ class Problem:
 def fold(value: Floats, price: Floats, sets: Iterable[int], set_price: Floats) -> Problem:
     """Merge equal sets, move a set of one item onto that item's own price, drop the free and the empty ones."""
     price = price.copy()
-    merged: dict[int, list[int]] = {}
-    for row, members in enumerate(sets):
-        merged.setdefault(members, []).append(row)
-    merged.pop(0, None)
+    row_of: dict[int, int] = {}
+    rows = [row_of.setdefault(members, len(row_of)) for members in sets]
+    total = np.zeros((len(row_of), price.shape[1]))
+    np.add.at(total, rows, set_price)
+    has_price: list[bool] = np.asarray(total.any(axis=1)).tolist()
     groups: list[int] = []
-    prices: list[Floats] = []
-    for members, rows in merged.items():
-        total = set_price[rows[0]] if len(rows) == 1 else set_price[rows].sum(axis=0)
-        if members & (members - 1) == 0:
-            price[members.bit_length() - 1] += total
-        elif total.any():
-            groups.append(members)
-            prices.append(total)
-    table = np.asarray(prices, dtype=np.float64).reshape(len(groups), price.shape[1])
-    return Problem(value=value, price=price, groups=tuple(groups), group_price=table)
+    kept: list[int] = []
+    for members, row in row_of.items():
+        if has_price[row] and members:
+            if members & (members - 1) == 0:
+                price[members.bit_length() - 1] += total[row]
+            else:
+                groups.append(members)
+                kept.append(row)
+    return Problem(value=value, price=price, groups=tuple(groups), group_price=total[kept])
 
 
 def bits(members: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ __all__ = ["Solution", "solve"]
 _CELLS = (1_500_000, 15_000_000, 100_000_000)  # cells touched by each try: about 5 ms, 50 ms and 0.4 s on one core
 _RESOLUTION = (1_000, 200_000)
 _CLOSE = 0.001  # a gap not worth another table, if one as large was asked for
-_STARTS = 3
+_STARTS = 2
 _TOLERANCE = 1e-9  # of a capacity, or of the value: both are sums of floats
 
 
@@ -114,7 +114,7 @@ class _Search:
         """Raise prices together, as little as makes the choice fit all constraints at once."""
         low, high = 0.9, 2.0
         found: NDArray[np.bool_] | None = None
-        for _ in range(10):
+        for _ in range(8):
             factor = (low + high) / 2
             here = Relaxed(self.problem, self.structure, prices * factor).choice(end)
             if (here.cost <= 1 + _TOLERANCE).all():

@@ -300,9 +300,9 @@ def _freeze(problem: Problem, steps: _Steps) -> Branch:
     for position, s in enumerate(order):
         place[s] = position
     price = np.zeros((count, problem.constraints))
-    for position, s in enumerate(order):
-        for g in steps.groups[s]:
-            price[position] += problem.group_price[g]
+    paid = [(position, g) for position, s in enumerate(order) for g in steps.groups[s]]
+    if paid:
+        np.add.at(price, [position for position, _ in paid], problem.group_price[[g for _, g in paid]])
     lengths = [len(steps.items[s]) for s in order]
     return Branch(
         parent=np.asarray([place[steps.parent[s]] if steps.parent[s] >= 0 else -1 for s in order], dtype=np.intp),
