@@ -33,7 +33,7 @@ def options(folder: Path) -> list[Any]:
     return [
         "train", "--model", "torchvision/resnet18", "--data", folder, "--image-size", 32, "--batch-size", 4,
         "--epochs", 2, "--lr", "0.01", "--bn", "track", "--interval", "1", "--budget", "0.7x", "--device", "cpu",
-        "--probe-batches", 2, "--no-feedback",
+        "--probe-batches", 2, "--no-feedback", "--policy", "elastic",
     ]  # fmt: skip
 
 
@@ -69,3 +69,18 @@ def test_resume_needs_a_folder(main: Run, options: list[Any]) -> None:
     code, _, complaint = main(*options, "--resume")
     assert code == 2
     assert "--out" in complaint
+
+
+def test_by_default_the_budget_is_the_runs(main: Run, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, _, complaint = main(
+        "train", "--model", "torchvision/resnet18", "--data", folder, "--image-size", 32, "--batch-size", 4,
+        "--epochs", 40, "--lr", "0.01", "--budget", "0.5x", "--device", "cpu", "--probe-batches", 2, "--views", 1,
+        "--keep-as", "int8", "--out", out,
+    )  # fmt: skip
+    assert code == 0, complaint
+    document = json.loads((out / "result.json").read_text())
+    assert document["policy"] == "adaptive"
+    assert document["features"]["dtype"] == "int8"
+    assert document["features"]["views"] == 1
+    assert [plan["reason"] for plan in document["plans"]][:2] == ["head", "stage"]

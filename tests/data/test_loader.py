@@ -227,3 +227,37 @@ def test_skipped_batches_are_not_decoded(folder: Path) -> None:
     assert torch.equal(next(images.train.iterate(0, start=2)).images, last.images)
     with pytest.raises(Exception, match="was readable when training began"):
         list(images.train.iterate(0))
+
+
+@pytest.mark.parametrize("augment", AUGMENTS)
+@pytest.mark.parametrize("views", [1, 2, 3])
+def test_limited_views_come_round_in_turn(augment: str, views: int) -> None:
+    loader = make(augment=Augment.parse(augment))
+    samples = np.arange(23, dtype=np.int64)
+    for epoch in range(4):
+        again = loader.look(samples, epoch + views, views=views)
+        for one, other in zip(loader.look(samples, epoch, views=views), again):
+            assert torch.equal(one.views, other.views)
+            assert torch.equal(one.images, other.images)
+    codes = np.stack([loader.codes(samples, epoch, views=views) for epoch in range(views)], axis=1)
+    assert max(len(set(row)) for row in codes.tolist()) == (
+        1 if augment == "none" else views if augment != "flip" else min(views, 2)
+    )
+
+
+def test_two_views_of_a_flip_are_all_there_are() -> None:
+    loader = make(augment=Augment.parse("flip"))
+    samples = np.arange(23, dtype=np.int64)
+    codes = np.stack([loader.codes(samples, epoch, views=2) for epoch in range(2)], axis=1)
+    assert (codes[:, 0] != codes[:, 1]).all()
+
+
+def test_without_pixels_everything_else_is_there() -> None:
+    loader = make()
+    order = loader.order(2)
+    for seen, blank in zip(loader.look(order, 2, views=2), loader.look(order, 2, views=2, pixels=False)):
+        assert blank.images.shape == seen.images.shape
+        assert not blank.images.any()
+        assert blank.images.untyped_storage().nbytes() <= 4
+        assert all(torch.equal(a, b) for a, b in zip(seen[1:], blank[1:]))
+    assert [b.indices.tolist() for b in loader.iterate(2)] == [b.indices.tolist() for b in loader.look(order, 2)]

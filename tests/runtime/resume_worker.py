@@ -35,6 +35,7 @@ def train(
         loader(),
         epochs=EPOCHS,
         budget="0.6x",
+        policy="elastic",
         interval="7steps",
         probe_batches=2,
         accumulate=2,

@@ -21,6 +21,7 @@ from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, Dat
 from elastictrainer.importance import IMPORTANCES
 from elastictrainer.policies import POLICIES
 from elastictrainer.runtime import checkpoint
+from elastictrainer.runtime.evaluate import evaluate, top1
 from elastictrainer.runtime.loop import fit
 from elastictrainer.runtime.optimizers import make_optimizer
 from elastictrainer.runtime.result import Result
@@ -31,6 +32,7 @@ def run(out: Path | None = None, *, model: nn.Module | None = None, optimizer: s
     options.setdefault("profile", chain_profile(model))
     options.setdefault("epochs", 3)
     options.setdefault("interval", 1)
+    options.setdefault("policy", "elastic")
     data = options.pop("data", None) or batches(12)
     loss_fn = options.pop("loss_fn", cross_entropy)
     lr = options.pop("lr", 0.05)
@@ -177,6 +179,7 @@ def test_cosine_ends_at_zero_and_none_stays() -> None:
         optimizer = make_optimizer("sgd", model.parameters(), lr=0.05)
         fit(
             model, optimizer, cross_entropy, batches(4), epochs=2, scheduler=scheduler, profile=chain_profile(model),
+            policy="elastic",
             progress=False,
         )  # fmt: skip
         assert optimizer.param_groups[0]["lr"] == pytest.approx(final, abs=1e-9)
@@ -218,7 +221,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     model = small_net()
     fit(
         model, make_optimizer("sgd", model.parameters(), lr=0.1), cross_entropy, batches(4), epochs=2,
-        profile=chain_profile(model), val_loader=batches(1),
+        profile=chain_profile(model), val_loader=batches(1), policy="elastic",
     )  # fmt: skip
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
@@ -288,14 +291,14 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
     with pytest.raises(KeyboardInterrupt):
         fit(
             model, make_optimizer("sgd", model.parameters(), lr=0.1), interrupt_at(20), batches(12), epochs=3,
-            profile=chain_profile(model), out=tmp_path / "run", importance="magnitude",
+            profile=chain_profile(model), out=tmp_path / "run", importance="magnitude", policy="elastic",
         )  # fmt: skip
     assert "go on with resume=True (--resume)" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoint").exists()
     assert not (tmp_path / "run" / "result.json").exists()
     result = fit(
         model, make_optimizer("sgd", model.parameters(), lr=0.1), cross_entropy, batches(12), epochs=3,
-        profile=chain_profile(model), out=tmp_path / "run", importance="magnitude", resume=True,
+        profile=chain_profile(model), out=tmp_path / "run", importance="magnitude", policy="elastic", resume=True,
     )  # fmt: skip
     assert "going on from epoch" in capsys.readouterr().err
     assert result.steps == 36
@@ -412,3 +415,21 @@ def test_a_time_that_is_too_short_is_answered_with_a_time_for_the_run() -> None:
         run(budget="3s")
     assert caught.value.least is not None
     run(budget=f"{caught.value.least * 1.01}s")  # what it says would do, does
+
+
+def test_loss_and_metric_of_a_validation_batch_share_a_forward_pass() -> None:
+    model = small_net()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    model.eval()
+    data = batches(5)
+    score = evaluate(model, cross_entropy, data, metric=top1, device=torch.device("cpu"))
+    assert len(calls) == 10  # asked for twice a batch,
+    assert "forward" not in model.__dict__
+    computed = []
+    model[0].register_forward_hook(lambda *_: computed.append(1))
+    assert evaluate(model, cross_entropy, data, metric=top1, device=torch.device("cpu")) == score
+    assert len(computed) == 5  # and made once
+    with torch.no_grad():
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in data)
+    assert score.accuracy == right / 30

@@ -46,6 +46,27 @@ RestingState = Annotated[
     Literal["keep", "drop", "offload"],
     typer.Option("--resting-state", help="Optimizer state of tensors that rest.", rich_help_panel=_PLAN),
 ]
+KeepFeatures = Annotated[
+    bool,
+    typer.Option("--keep/--no-keep", help="adaptive: compute what rests once and keep it.", rich_help_panel=_PLAN),
+]
+NumberOfViews = Annotated[
+    int,
+    typer.Option(
+        "--views", min=1, help="adaptive: views of each image while features are kept.", rich_help_panel=_PLAN
+    ),
+]
+KeepBytes = Annotated[
+    str, typer.Option("--keep-bytes", help="adaptive: most memory for kept features.", rich_help_panel=_PLAN)
+]
+KeepDisk = Annotated[
+    str | None,
+    typer.Option("--keep-disk", help="adaptive: most disk for what memory does not hold.", rich_help_panel=_PLAN),
+]
+KeepAs = Annotated[
+    Literal["float16", "bfloat16", "int8", "float32"],
+    typer.Option("--keep-as", help="adaptive: how features are stored.", rich_help_panel=_PLAN),
+]
 Feedback = Annotated[
     bool,
     typer.Option("--feedback/--no-feedback", help="Correct predictions by measured steps.", rich_help_panel=_PLAN),
@@ -77,7 +98,7 @@ def train(
     clip: Clip = None,
     autocast: options.Autocast = None,
     early_stop: EarlyStop = None,
-    policy: options.Policy = "elastic",
+    policy: options.Policy = "adaptive",
     importance: options.Importance = "elastic",
     interval: options.Interval = "3",
     budget: options.Budget = "0.5x",
@@ -88,6 +109,11 @@ def train(
     resting_state: RestingState = "keep",
     profile: options.ProfileFile = None,
     feedback: Feedback = True,
+    keep: KeepFeatures = True,
+    views: NumberOfViews = 2,
+    keep_bytes: KeepBytes = "2GiB",
+    keep_disk: KeepDisk = None,
+    keep_as: KeepAs = "float16",
     seed: options.Seed = 0,
     deterministic: options.Deterministic = False,
     device: options.Device = "auto",
@@ -101,8 +127,9 @@ def train(
     """Fine-tune a network on images within a budget.
 
     Without options it trains the built-in network on the built-in images at half of full training's time. The budget
-    is a share of full training ('0.5x') or a time for all training steps together ('30min'). Everything about the run
-    is left in --out; killed at any moment, it goes on with --resume and the same options.
+    is the run's: a share of what --epochs of full training would take ('0.5x'), or a deadline for everything ('30min').
+    With --policy elastic, as published, it is a share of every step, and --epochs are made. Everything about the run is
+    left in --out; killed at any moment, it goes on with --resume and the same options.
 
     \b
     elastictrainer train
@@ -153,6 +180,11 @@ def train(
         seed=seed,
         deterministic=deterministic,
         feedback=feedback,
+        keep=keep,
+        views=views,
+        keep_bytes=keep_bytes,
+        keep_disk=keep_disk,
+        keep_as=keep_as,
         profile=profile,
         progress=not as_json,
         tensorboard=tensorboard,

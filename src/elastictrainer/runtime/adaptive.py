@@ -220,10 +220,15 @@ class Adaptive(Elastic):
             return
         least_s = 2 * (self.elapsed_s + 10 * floor_s) + (self._reserve_s() if self.deadline else 0.0)
         least = least_s if self.deadline else least_s / self.reference_s
-        shown = format_seconds(math.ceil(least_s)) if self.deadline else f"{math.ceil(least * 1e3) / 1e3:g}x"
+        if self.deadline:
+            advice = f"try {format_seconds(math.ceil(least_s))}"
+        elif least <= 1:
+            advice = f"try {math.ceil(least * 1e3) / 1e3:g}x"
+        else:
+            advice = "a run this short is not worth planning: use policy 'full', or more epochs"
         raise BudgetError(
             f"budget {self.asked} leaves no time to train: finding out what a step costs took "
-            f"{format_seconds(self.elapsed_s)} of {format_seconds(self.allowed_s)}; try {shown}",
+            f"{format_seconds(self.elapsed_s)} of {format_seconds(self.allowed_s)}; {advice}",
             least=least,
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastictrainer.errors import DataError
+from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.feed import to_device
 
 __all__ = ["Metric", "Score", "evaluate", "is_classified", "top1"]
@@ -61,7 +63,7 @@ def evaluate(
     """The mean over the loader's batches, in eval mode and without gradients; training flags are put back.
 
     Sums stay on the device until the end. A batch's loss is weighed by the metric's count, or all alike without one.
-    Cost: two forward passes a batch with a metric (it and the loss each make theirs), one without.
+    Cost: a forward pass a batch: the metric and the loss ask for the same one, which is made once.
 
     Raises:
         DataError: the loader gave no batch.
@@ -72,9 +74,10 @@ def evaluate(
     batches, weight, count = 0, 0, 0
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _once(model) as begin:
             for batch in loader:
                 batch = to_device(batch, device)
+                begin()
                 size = 1
                 if metric is not None:
                     summed, size = metric(model, batch)
@@ -88,3 +91,28 @@ def evaluate(
     if batches == 0 or weight == 0:
         raise DataError("there is nothing to evaluate on: the loader gave no batch")
     return Score(float(loss) / weight, float(right) / count if metric is not None else None, count or batches)
+
+
+@contextmanager
+def _once(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Inside, a call of the model with the very arguments of an earlier one gives its answer again, until `begin()`.
+
+    Whatever wraps the model (compilation, DDP) may not call its forward at all, and is left as it is.
+    """
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    if unwrap(model) is not model or "forward" in model.__dict__:
+        yield known.clear
+        return
+    plain = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        key = tuple(map(id, (*args, *kwargs, *kwargs.values())))
+        if key not in known:  # the arguments are held, so that an id is not given to another object meanwhile
+            known[key] = ((args, kwargs), plain(*args, **kwargs))
+        return known[key][1]
+
+    model.__dict__["forward"] = forward
+    try:
+        yield known.clear
+    finally:
+        del model.__dict__["forward"]

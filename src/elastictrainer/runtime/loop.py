@@ -36,7 +36,7 @@ def fit(
     *,
     epochs: int,
     budget: str | float | Budget = "0.5x",
-    policy: str | Policy = "elastic",
+    policy: str | Policy = "adaptive",
     importance: str = "elastic",
     interval: str | float | Interval = 3,
     pin: Pin = "head",
@@ -93,8 +93,10 @@ def fit(
 
     Args:
         loss_fn: `loss_fn(model, batch)` -> scalar, for any task. Batches are moved to the model's device first.
-        budget: `"0.5x"` of full training, or a time for all training steps together (`"30min"`); evaluation,
-            checkpoints and deciding come on top and are reported.
+        budget: `"0.5x"` of full training, or a time (`"30min"`). With `policy="adaptive"` it is the run's: a share of
+            what `epochs` of full training would take, deciding included, or a deadline for everything, evaluation and
+            checkpoints included; how many passes are made follows. With `policy="elastic"`, as published, every step
+            takes at most that share, `epochs` are made, and evaluation, checkpoints and deciding come on top.
         keep, views, keep_bytes, keep_disk, keep_as: of policy `"adaptive"`, on our own loaders: whether what lies below
             the deepest trained tensor is computed once and kept; for how many views of each image; in how much memory,
             beyond it on how much disk (in the run folder; none by default); and as what (`"float16"`, `"bfloat16"`,

@@ -64,8 +64,10 @@ def explain_memory(elastic: Elastic, *, step: int) -> str:
     limit = int(min(0.9 * total, 0.8 * plan.peak_bytes))
     held, there = format_bytes(plan.peak_bytes), format_bytes(total)
     story = f"out of memory at step {step}: the plan was predicted to hold {held} of {there}"
+    scores = elastic.scores or dict.fromkeys(profile.names, 1.0)
     try:
-        smaller = elastic.policy.plan(profile, elastic.scores, budget=elastic.budget, pin=elastic.pin, memory=limit)
+        # No dearer than the plan that stands, whatever the budget was for: a step, or a run.
+        smaller = elastic.policy.plan(profile, scores, budget=max(plan.ratio, 1e-3), pin=elastic.pin, memory=limit)
     except BudgetError as error:
         return f"{story}; no plan fits in {format_bytes(limit)} ({error}); use a smaller batch"
     return (
