@@ -52,6 +52,7 @@ def test_the_run_folder_is_what_the_design_says(tmp_path: Path) -> None:
     document = json.loads((out / "result.json").read_text())
     assert document.keys() >= {
         "policy", "budget", "seed", "device", "torch", "epochs", "batch_size", "train_s", "eval_s", "full_step_s",
+        "report.html",
         "step_s", "predicted_ratio", "measured_ratio", "accuracy", "overhead_s", "peak_bytes", "flops", "energy_j",
     }  # fmt: skip
     assert document["overhead_s"].keys() >= {"profile", "probe", "select", "apply"}

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from elastictrainer.budget import Budget
 from elastictrainer.errors import CheckpointError, ConfigError
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.report import write_report
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
@@ -350,6 +351,7 @@ class Run:
             self.folder.write_json("result.json", result.to_dict())
         return result
 
+            write_report(self.folder.path)
     def _result(self, test: Score | None, kept: int) -> Result:
         record, stats = self.record, self.elastic.stats
         final = test.to_dict() if test else record.scores[kept] if record.scores else None
