@@ -26,6 +26,10 @@ from elastictrainer.runtime.optimizers import make_optimizer
 from elastictrainer.runtime.result import Result
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing handles it, and nothing is cleaned up."""
+
+
 def run(out: Path | None = None, *, model: nn.Module | None = None, optimizer: str = "sgd", **options: Any) -> Result:
     model = small_net() if model is None else model
     options.setdefault("profile", chain_profile(model))
@@ -264,6 +268,48 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
     with pytest.raises(CheckpointError, match="network was"):
         run(tmp_path / "run", model=other, resume=True)
+
+def test_a_refused_resume_leaves_nothing_locked(tmp_path: Path) -> None:
+    run(tmp_path / "run", epochs=1)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="holds another run"):
+            run(tmp_path / "run", epochs=2, resume=True)
+        with pytest.raises(CheckpointError, match="nothing is overwritten"):
+            run(tmp_path / "run", epochs=1)
+    assert run(tmp_path / "run", epochs=1, resume=True).epochs == 1
+
+
+@pytest.mark.parametrize("ends", [Killed(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=["kill", "full"])
+def test_a_run_that_ended_while_it_began_can_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: BaseException
+) -> None:
+    def replace(*names: Any) -> None:
+        raise ends
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises((Killed, CheckpointError)):
+            run(tmp_path / "run", epochs=1)
+    left = [path.name for path in (tmp_path / "run").iterdir()]
+    assert left == (["config.yaml.tmp"] if isinstance(ends, Killed) else [])
+    assert run(tmp_path / "run", epochs=1, resume=True).epochs == 1
+
+
+def test_a_notebook_goes_on_with_the_optimizer_it_has(tmp_path: Path) -> None:
+    """The rate of an optimizer that has been stepped has moved along the schedule; it is the same run all the same."""
+    options: dict[str, Any] = {
+        "epochs": 3, "importance": "magnitude", "deterministic": True, "profile": chain_profile(small_net()),
+        "progress": False,
+    }  # fmt: skip
+    whole, model = small_net(), small_net()
+    fit(whole, make_optimizer("sgd", whole.parameters(), lr=0.1), cross_entropy, batches(12), **options)
+    optimizer = make_optimizer("sgd", model.parameters(), lr=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, optimizer, interrupt_at(20), batches(12), out=tmp_path / "run", **options)
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    fit(model, optimizer, cross_entropy, batches(12), out=tmp_path / "run", resume=True, **options)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters()))
+
 
 
 def interrupt_at(call: int) -> Any:

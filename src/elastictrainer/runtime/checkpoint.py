@@ -223,8 +223,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by another in one moment: a reader sees the old or the new, whole."""
     aside = path.with_name(path.name + ".tmp")
-    _write(aside, text.encode())
-    os.replace(aside, path)
+    try:
+        _write(aside, text.encode())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

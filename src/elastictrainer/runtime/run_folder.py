@@ -54,15 +54,21 @@ class RunFolder:
             CheckpointError: something is there already, or the folder cannot be made.
         """
         path = Path(path)
+        document = {**config, "environment": dict(environment)}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise CheckpointError(
-                    f"{path} is not empty and nothing is overwritten; use resume (--resume) or choose another folder"
-                )
             folder = cls(path)
-            document = {**config, "environment": dict(environment)}
-            write_atomically(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+            try:
+                # A kill while the file below was being written leaves a folder in which no run has begun.
+                if any(entry.name != "config.yaml.tmp" for entry in path.iterdir()):
+                    raise CheckpointError(
+                        f"{path} is not empty and nothing is overwritten; "
+                        "use resume (--resume) or choose another folder"
+                    )
+                write_atomically(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+            except BaseException:
+                folder.close()
+                raise
         except OSError as error:
             raise CheckpointError(f"cannot begin a run in {path}: {reason(error)}") from error
         return folder
@@ -79,7 +85,6 @@ class RunFolder:
         path = Path(path)
         if not (path / "config.yaml").exists():
             return cls.create(path, config, environment=environment)
-        folder = cls(path)
         try:
             before = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
             asked = yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False))
@@ -95,7 +100,7 @@ class RunFolder:
             raise CheckpointError(
                 f"{path} holds another run: {'; '.join(differ)}; ask for the same, or choose another folder"
             )
-        return folder
+        return cls(path)  # held only now: the file never changes, and a refusal must leave nothing locked
 
     def close(self) -> None:
         """Let other processes have the folder."""
