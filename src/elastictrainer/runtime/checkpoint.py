@@ -127,9 +127,12 @@ class Checkpoints:
     def _let_go(self) -> None:
         for path in [*self.folder.glob("*.tmp"), *self._damaged, *self.generations()[:-KEPT]]:
             shutil.rmtree(path, ignore_errors=True)
-        needed = {
-            name for path in self.generations() for name in json.loads((path / _MANIFEST).read_bytes())["refers_to"]
-        }
+        try:
+            needed = {
+                name for path in self.generations() for name in json.loads((path / _MANIFEST).read_bytes())["refers_to"]
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # a damaged generation does not say what it needs: all is kept until its turn to go has come
         for path in self.folder.glob("*.safetensors"):
             if path.name not in needed:
                 path.unlink(missing_ok=True)
