@@ -52,11 +52,11 @@ def test_the_run_folder_is_what_the_design_says(tmp_path: Path) -> None:
     names = {path.name for path in out.iterdir()}
     assert names >= {
         "config.yaml", "metrics.jsonl", "plans.jsonl", "profile.json", "result.json", "model.safetensors", "checkpoint",
+        "report.html",
     }  # fmt: skip
     document = json.loads((out / "result.json").read_text())
     assert document.keys() >= {
         "policy", "budget", "seed", "device", "torch", "epochs", "batch_size", "train_s", "eval_s", "full_step_s",
-        "report.html",
         "step_s", "predicted_ratio", "measured_ratio", "accuracy", "overhead_s", "peak_bytes", "flops", "energy_j",
     }  # fmt: skip
     assert document["overhead_s"].keys() >= {"profile", "probe", "select", "apply"}
@@ -146,6 +146,21 @@ def test_a_time_for_the_whole_run_is_shared_out_among_its_steps() -> None:
     assert result.budget is not None
     assert all(plan["predicted_ratio"] <= 0.6 + 1e-9 for plan in result.plans)
     assert max(plan["predicted_ratio"] for plan in result.plans) > 0.5
+
+
+def test_the_step_that_flops_are_counted_on_is_in_the_account() -> None:
+    model = small_net()
+    machine = Machine(chain_profile(model))
+    result = run(
+        model=model, profile=machine.profile, loss_fn=machine.loss_fn, clock=machine.clock, policy="random",
+        budget="0.7x", deterministic=True,
+    )  # fmt: skip
+    plans = {plan["id"] for plan in result.plans}
+    assert len(plans) > 1
+    assert result.overhead_s["flops"] == pytest.approx(len(plans) * machine.profile.forward_s)
+    assert result.train_s == pytest.approx(
+        sum(plan["spent_s"] for plan in result.plans) + sum(result.overhead_s.values())
+    )
 
 
 def test_accumulation_is_a_larger_batch() -> None:
@@ -254,21 +269,6 @@ def test_resuming_with_other_options_lists_all_that_differ(tmp_path: Path) -> No
         run(tmp_path / "run", epochs=2, budget="0.7x", resume=True)
 
 
-def test_resuming_a_finished_run_gives_its_result_and_weights(tmp_path: Path) -> None:
-    trained, fresh = small_net(), small_net(seed=5)
-    first = run(tmp_path / "run", model=trained)
-    second = run(tmp_path / "run", model=fresh, profile=chain_profile(small_net()), resume=True)
-    assert second == first
-    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), fresh.parameters()))
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "run", loss_fn=interrupt_at(15))
-    other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
-    with pytest.raises(CheckpointError, match="network was"):
-        run(tmp_path / "run", model=other, resume=True)
-
 def test_a_refused_resume_leaves_nothing_locked(tmp_path: Path) -> None:
     run(tmp_path / "run", epochs=1)
     for _ in range(2):
@@ -310,6 +310,21 @@ def test_a_notebook_goes_on_with_the_optimizer_it_has(tmp_path: Path) -> None:
     fit(model, optimizer, cross_entropy, batches(12), out=tmp_path / "run", resume=True, **options)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters()))
 
+
+def test_resuming_a_finished_run_gives_its_result_and_weights(tmp_path: Path) -> None:
+    trained, fresh = small_net(), small_net(seed=5)
+    first = run(tmp_path / "run", model=trained)
+    second = run(tmp_path / "run", model=fresh, profile=chain_profile(small_net()), resume=True)
+    assert second == first
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), fresh.parameters()))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", loss_fn=interrupt_at(15))
+    other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    with pytest.raises(CheckpointError, match="network was"):
+        run(tmp_path / "run", model=other, resume=True)
 
 
 def interrupt_at(call: int) -> Any:

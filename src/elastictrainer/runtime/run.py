@@ -194,8 +194,10 @@ class Run:
         plan = self.elastic.plan
         assert plan is not None
         if plan.id not in self.record.flops_by_plan:
+            start, overhead_s = self.clock(), self.elastic.overhead_s
             with self.elastic.pause(), self.meters.paused():
                 self.record.flops_by_plan[plan.id] = self.meters.step_flops(self.model, self.loss_fn, batch)
+            overhead_s["flops"] = overhead_s.get("flops", 0.0) + self.clock() - start
 
     @property
     def group_size(self) -> int:
@@ -349,9 +351,9 @@ class Run:
             about = {**self.settings.weights_metadata, "epoch": str(kept + 1)}
             self.folder.write_weights("model.safetensors", unwrap(self.model).state_dict(), about)
             self.folder.write_json("result.json", result.to_dict())
+            write_report(self.folder.path)
         return result
 
-            write_report(self.folder.path)
     def _result(self, test: Score | None, kept: int) -> Result:
         record, stats = self.record, self.elastic.stats
         final = test.to_dict() if test else record.scores[kept] if record.scores else None
