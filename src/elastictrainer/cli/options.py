@@ -39,6 +39,7 @@ __all__ = [
     "Normalize",
     "Optimizer",
     "Out",
+    "OutFile",
     "Pin",
     "Policy",
     "ProfileFile",
@@ -237,6 +238,10 @@ Threads = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Where to write; an existing run is never overwritten.", rich_help_panel=_OUTPUT),
+]
+OutFile = Annotated[
+    Path | None,
+    typer.Option("--out", help="The file to write; one that is there is replaced.", rich_help_panel=_OUTPUT),
 ]
 Resume = Annotated[
     bool,

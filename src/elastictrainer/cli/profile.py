@@ -53,7 +53,7 @@ def profile(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     threads: options.Threads = None,
-    out: options.Out = None,
+    out: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Time and weigh every tensor of a model on this machine.
