@@ -11,8 +11,8 @@ from elastictrainer.errors import ConfigError
 @pytest.mark.parametrize(
     ("text", "kind", "value"),
     [
-        ("0.5x", "ratio", 0.5), ("0.5", "ratio", 0.5), (1, "ratio", 1.0), ("1x", "ratio", 1.0), ("30s", "seconds", 30.0),
-        ("30min", "seconds", 1800.0), ("12 ms", "seconds", 0.012),
+        ("0.5x", "ratio", 0.5), ("0.5", "ratio", 0.5), (1, "ratio", 1.0), ("1x", "ratio", 1.0),
+        ("30s", "seconds", 30.0), ("30min", "seconds", 1800.0), ("12 ms", "seconds", 0.012),
     ],
 )  # fmt: skip
 def test_a_share_or_a_time(text: str | float, kind: str, value: float) -> None:

@@ -62,7 +62,7 @@ class Budget:
 
     @classmethod
     def _share(cls, value: float) -> Budget:
-        """A share of full training. More than all of it would train everything, whatever was meant: a unit forgotten."""
+        """A share of full training; more than all of it would train everything, and means a unit forgotten."""
         if math.isfinite(value) and value > 1:
             raise ConfigError(
                 f"budget {value:g} would be {value:g} times full training, which is everything; "
