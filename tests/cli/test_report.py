@@ -41,7 +41,7 @@ def test_refusals_are_one_line(main: Run, runs: list[Path], tmp_path: Path) -> N
         (runs, 2, "--out is needed"),
         ([tmp_path / "none"], 1, "is no folder"),
         ([runs[0], "--out", tmp_path / "notes.txt"], 2, "not overwritten"),
-        ([], 2, "RUNS"),
+        ([], 2, "'runs'"),
     ):
         found, out, err = main("report", *arguments)
         assert (found, out) == (code, "")

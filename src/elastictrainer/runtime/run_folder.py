@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,7 @@ class RunFolder:
         document = {**config, "environment": dict(environment)}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            folder = cls(path)
-            try:
+            with cls._held(path) as folder:
                 # A kill while the file below was being written leaves a folder in which no run has begun.
                 if any(entry.name != "config.yaml.tmp" for entry in path.iterdir()):
                     raise CheckpointError(
@@ -66,9 +66,6 @@ class RunFolder:
                         "use resume (--resume) or choose another folder"
                     )
                 write_atomically(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-            except BaseException:
-                folder.close()
-                raise
         except OSError as error:
             raise CheckpointError(f"cannot begin a run in {path}: {reason(error)}") from error
         return folder
@@ -85,22 +82,34 @@ class RunFolder:
         path = Path(path)
         if not (path / "config.yaml").exists():
             return cls.create(path, config, environment=environment)
+        with cls._held(path) as folder:
+            try:
+                before = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+                asked = yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+                raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {reason(error)}") from error
+            before = before if isinstance(before, dict) else {}
+            differ = [
+                f"{key} was {before.get(key)!r}, now {asked.get(key)!r}"
+                for key in asked
+                if before.get(key) != asked.get(key)
+            ]
+            if differ:
+                raise CheckpointError(
+                    f"{path} holds another run: {'; '.join(differ)}; ask for the same, or choose another folder"
+                )
+        return folder
+
+    @classmethod
+    @contextmanager
+    def _held(cls, path: Path) -> Iterator[RunFolder]:
+        """The folder, held on to afterwards unless what is inside fails: a refusal leaves nothing locked."""
+        folder = cls(path)
         try:
-            before = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-            asked = yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {reason(error)}") from error
-        before = before if isinstance(before, dict) else {}
-        differ = [
-            f"{key} was {before.get(key)!r}, now {asked.get(key)!r}"
-            for key in asked
-            if before.get(key) != asked.get(key)
-        ]
-        if differ:
-            raise CheckpointError(
-                f"{path} holds another run: {'; '.join(differ)}; ask for the same, or choose another folder"
-            )
-        return cls(path)  # held only now: the file never changes, and a refusal must leave nothing locked
+            yield folder
+        except BaseException:
+            folder.close()
+            raise
 
     def close(self) -> None:
         """Let other processes have the folder."""
