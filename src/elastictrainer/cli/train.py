@@ -69,6 +69,7 @@ TensorBoard = Annotated[
 
 @app.command()
 def train(
+    context: typer.Context,
     model: options.Model = "builtin",
     weights: options.Weights = None,
     model_options: options.ModelOptions = None,
@@ -117,6 +118,7 @@ def train(
     elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds
     elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds --resume
     """
+    from elastictrainer.cli.config import COMMAND, command
     from elastictrainer.cli.machine import prepare
     from elastictrainer.cli.workload import load, loss_fn
     from elastictrainer.errors import ConfigError
@@ -164,7 +166,7 @@ def train(
         profile=profile,
         progress=not as_json,
         tensorboard=tensorboard,
-        config=work.config(),
+        config={**work.config(), COMMAND: command(context)},
         weights_metadata=work.network.metadata(),
     )
     _show(screen, result)

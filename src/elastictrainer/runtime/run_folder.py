@@ -1,7 +1,7 @@
 """The run folder: everything a run leaves behind, in files that outlive this library.
 
 runs/birds/
-  config.yaml         what was asked: every option, the model and data, versions
+  config.yaml         what was asked: every option, the model and data, versions; a file for --config too
   metrics.jsonl       a line an epoch
   plans.jsonl         a line a re-plan: the plan, why it was made, the scores
   profile.json        the price list that plans were made from
@@ -74,7 +74,8 @@ class RunFolder:
     def reopen(cls, path: str | Path, config: Mapping[str, Any], *, environment: Mapping[str, Any]) -> RunFolder:
         """Go on with a run, or begin it where there is none yet, so that one command line serves both.
 
-        The environment may have changed (another torch, another machine); the options may not.
+        The environment may have changed (another torch, another machine), and how it was asked for (`command`: the same
+        in other words, or with other threads); what shapes the run may not.
 
         Raises:
             CheckpointError: the run there was asked for with other options; all that differ are listed.
@@ -92,7 +93,7 @@ class RunFolder:
             differ = [
                 f"{key} was {before.get(key)!r}, now {asked.get(key)!r}"
                 for key in asked
-                if before.get(key) != asked.get(key)
+                if before.get(key) != asked.get(key) and key != "command"
             ]
             if differ:
                 raise CheckpointError(
