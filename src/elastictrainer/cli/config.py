@@ -3,8 +3,8 @@
 The file is read while the command line is parsed, before any other option is, and becomes that command's defaults. So
 what stands on the command line wins, and a value from the file passes exactly the checks that a typed one passes.
 
-The `config.yaml` of a run folder is such a file too. It records what became of the options (the network, the classes, the
-division of the images), which no option could say again; the options themselves stand in it under `command`.
+The `config.yaml` of a run folder is such a file too. It records what became of the options (the network, the classes,
+the division of the images), which no option could say again; the options themselves stand in it under `command`.
 """
 
 from __future__ import annotations
