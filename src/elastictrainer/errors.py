@@ -27,11 +27,14 @@ class ConfigError(ElasticTrainerError, ValueError):
 
 
 class BudgetError(ElasticTrainerError, ValueError):
-    """The budget cannot be met; `least` is the smallest one that can, in the unit that was asked for."""
+    """The budget cannot be met; `least` is the smallest one that can, in the unit that was asked for.
 
-    def __init__(self, message: str, *, least: float | None = None) -> None:
+    `of` says which budget was short: `"time"` (`least` is a share or seconds) or `"memory"` (bytes).
+    """
+
+    def __init__(self, message: str, *, least: float | None = None, of: str = "time") -> None:
         super().__init__(message)
-        self.least = least
+        self.least, self.of = least, of
 
 
 class DataError(ElasticTrainerError):

@@ -20,8 +20,8 @@ from elastictrainer.importance import (
     random,
     uniform,
 )
-from elastictrainer.importance.trial import look_through
 from elastictrainer.runtime.apply import apply
+from elastictrainer.runtime.optimizer_copy import look_through
 
 
 class Wrapper(torch.optim.Optimizer):

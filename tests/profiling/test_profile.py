@@ -183,3 +183,48 @@ def test_a_scaled_profile_is_the_same_machine_at_another_speed():
     assert profile.with_data(1.0).full_step_s == pytest.approx(profile.full_step_s + 1.0)
     with pytest.raises(ProfileError, match="positive"):
         profile.scaled(0.0)
+
+
+class Third(torch.optim.SGD):
+    """A third party's optimizer: with an attribute of its own that its step needs."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.share = 0.5
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.share)
+        return super().step(closure)
+
+
+def test_a_third_partys_optimizer_can_be_priced():
+    model, batch, loss_fn = ZOO["residual"]()
+    optimizer = Third(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    profile = et.profile(model, loss_fn, batch, optimizer=optimizer, effort=12)
+    assert profile.full_step_s > profile.forward_s
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert not optimizer.state
+
+
+def test_an_optimizer_with_a_closure_is_refused_in_words():
+    model, batch, loss_fn = ZOO["residual"]()
+    with pytest.raises(ConfigError, match="LBFGS steps by calling the loss again"):
+        et.profile(model, loss_fn, batch, optimizer=torch.optim.LBFGS(model.parameters()), effort=12)
+
+
+def test_a_wrapped_model_is_priced_by_the_names_that_plans_use():
+    model, batch, loss_fn = ZOO["residual"]()
+    wrapped = nn.DataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    names = et.profile(wrapped, loss_fn, batch, optimizer=optimizer, effort=12).names
+    assert set(names) <= {name for name, _ in model.named_parameters()}
+    elastic = et.Elastic(wrapped, optimizer, loss_fn, budget="0.9x", importance="magnitude")
+    for seen in elastic.epoch([batch, batch]):
+        loss_fn(wrapped, seen).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    elastic.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from loop_support import Machine, batches, chain_profile, cross_entropy, small_n
 from torch import nn
 
 from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, DataError, ProfileError
+from elastictrainer.profiling.cache import describe
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime import controller
 from elastictrainer.runtime.controller import Elastic
@@ -151,6 +153,47 @@ def test_drift_beyond_the_stated_error_brings_a_new_profile(monkeypatch: pytest.
     assert len(taken) == 1
     assert [event["reason"] for event in elastic.history].count("drift") == 1
     assert 0.58 <= machine.ratio <= 0.61
+
+
+def test_stock_is_taken_as_seldom_after_a_restart() -> None:
+    """A controller that goes on from a state knows its plan already, and must still wait for a few windows of it."""
+    model = small_net()
+    elastic, machine = make(model=model, budget="0.6x")
+    train(elastic, machine, epochs=1, data=batches(60))
+    again, other = make(model=model, budget="0.6x", profile=None)
+    again.load_state_dict(json.loads(json.dumps(elastic.state_dict())))
+    timed: list[int] = []
+    real = again._time_forward
+    again._time_forward = lambda batch: (timed.append(again.steps), real(batch))[1]  # type: ignore[method-assign]
+    train(again, other, epochs=1, data=batches(60))
+    assert 1 <= len(timed) <= 3
+    assert timed[0] >= 60 + 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("batch", [[[32, 8], [8, 1], "torch.float32", "cpu"], [[32], [1], "torch.int64", "cpu"]], "batch 32x8"),
+        ("threads", 96, "threads 96"),
+        ("torch", "1.0", "torch 1.0"),
+        ("bn", "track", "bn track"),
+        ("autocast", "bf16", "autocast bf16"),
+        ("device", "another machine", "device another machine"),
+    ],
+)
+def test_a_profile_of_other_steps_is_refused(key: str, value: Any, word: str) -> None:
+    """Trap 9: prices of another batch size, precision, device or release would be silently wrong."""
+    model = small_net()
+    optimizer = make_optimizer("sgd", model.parameters(), lr=0.01)
+    batch = batches(1)[0]
+    here = describe(
+        model, dict(model.named_parameters()), batch, loss_fn=cross_entropy, optimizer=optimizer, bn="frozen"
+    )
+    fits = dataclasses.replace(chain_profile(model), context=here)
+    next(iter(Elastic(model, optimizer, cross_entropy, profile=fits, importance="magnitude").epoch([batch])))
+    wrong = dataclasses.replace(fits, context={**here, key: value})
+    with pytest.raises(ProfileError, match=f"of other steps than these: {word}, and here "):
+        next(iter(Elastic(model, optimizer, cross_entropy, profile=wrong, importance="magnitude").epoch([batch])))
 
 
 def test_a_loop_that_does_more_than_its_step_is_not_profiled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

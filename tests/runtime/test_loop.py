@@ -461,3 +461,12 @@ def test_all_wrong_settings_are_reported_at_once() -> None:
 def test_a_budget_that_cannot_be_met_names_the_least() -> None:
     with pytest.raises(BudgetError):
         run(budget="0.01x")
+
+
+def test_a_time_that_is_too_short_is_answered_with_a_time_for_the_run() -> None:
+    with pytest.raises(
+        BudgetError, match=r"budget 3s is too little for \d+ epochs of \d+ steps: the least is"
+    ) as caught:
+        run(budget="3s")
+    assert caught.value.least is not None
+    run(budget=f"{caught.value.least * 1.01}s")  # what it says would do, does

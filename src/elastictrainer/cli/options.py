@@ -11,7 +11,7 @@ import difflib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,7 @@ from elastictrainer.cli import config as config_file
 from elastictrainer.errors import ElasticTrainerError
 
 __all__ = [
+    "Autocast",
     "BatchSize",
     "Budget",
     "Config",
@@ -37,6 +38,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "Normalize",
+    "Norms",
     "Optimizer",
     "Out",
     "OutFile",
@@ -161,7 +163,15 @@ Optimizer = Annotated[
         rich_help_panel=_TRAINING,
     ),
 ]
+Autocast = Annotated[
+    Literal["bf16", "fp16"] | None,
+    typer.Option("--autocast", help="Half precision where it is safe.", rich_help_panel=_TRAINING),
+]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.", rich_help_panel=_TRAINING)]
+Norms = Annotated[
+    Literal["frozen", "track", "with_owner"],
+    typer.Option("--bn", help="What running statistics of norm layers do.", rich_help_panel=_BUDGET),
+]
 Policy = Annotated[
     str,
     typer.Option(

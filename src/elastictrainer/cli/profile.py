@@ -44,8 +44,10 @@ def profile(
     normalize: options.Normalize = None,
     data: options.Data = "builtin",
     image_size: options.ImageSize = None,
-    batch_size: options.BatchSize = 32,
+    batch_size: options.BatchSize = 16,
     optimizer: options.Optimizer = "sgd",
+    autocast: options.Autocast = None,
+    bn: options.Norms = "frozen",
     effort: Effort = 100,
     by: By = "blocks",
     sort: Sort = "network",
@@ -68,6 +70,7 @@ def profile(
     from elastictrainer.cli.workload import load, loss_fn
     from elastictrainer.profiling import profile as measure
     from elastictrainer.runtime.optimizers import make_optimizer
+    from elastictrainer.runtime.surroundings import with_autocast
 
     where = prepare(device, threads=threads, seed=seed)
     work = load(
@@ -78,7 +81,8 @@ def profile(
     for line in work.describe():
         screen.say(line)
     steps = make_optimizer(optimizer, work.model.parameters(), lr=1e-3)
-    made = measure(work.model.train(), loss_fn, work.batch(), optimizer=steps, effort=effort, seed=seed)
+    loss = with_autocast(loss_fn, where, autocast)
+    made = measure(work.model.train(), loss, work.batch(), optimizer=steps, bn=bn, effort=effort, seed=seed)
     if out is not None:
         write(out, made)
     show(screen, made, by=by, sort=sort, top=top, written=out)

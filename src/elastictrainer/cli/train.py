@@ -29,10 +29,6 @@ Clip = Annotated[
     float | None,
     typer.Option("--clip", help="The largest norm of the gradients of what trains.", rich_help_panel=_TRAINING),
 ]
-Autocast = Annotated[
-    Literal["bf16", "fp16"] | None,
-    typer.Option("--autocast", help="Half precision where it is safe.", rich_help_panel=_TRAINING),
-]
 Schedule = Annotated[
     Literal["cosine", "none"],
     typer.Option("--schedule", help="Learning rate over the run.", rich_help_panel=_TRAINING),
@@ -45,10 +41,6 @@ EarlyStop = Annotated[
 ]
 ProbeBatches = Annotated[
     int, typer.Option("--probe-batches", min=1, help="Batches that importance is measured on.", rich_help_panel=_PLAN)
-]
-Norms = Annotated[
-    Literal["frozen", "track", "with_owner"],
-    typer.Option("--bn", help="What running statistics of norm layers do.", rich_help_panel=_PLAN),
 ]
 RestingState = Annotated[
     Literal["keep", "drop", "offload"],
@@ -84,7 +76,7 @@ def train(
     schedule: Schedule = "cosine",
     accumulate: Accumulate = 1,
     clip: Clip = None,
-    autocast: Autocast = None,
+    autocast: options.Autocast = None,
     early_stop: EarlyStop = None,
     policy: options.Policy = "elastic",
     importance: options.Importance = "elastic",
@@ -93,7 +85,7 @@ def train(
     memory: options.Memory = None,
     pin: options.Pin = None,
     probe_batches: ProbeBatches = 6,
-    bn: Norms = "frozen",
+    bn: options.Norms = "frozen",
     resting_state: RestingState = "keep",
     profile: options.ProfileFile = None,
     feedback: Feedback = True,

@@ -77,13 +77,23 @@ class Augment:
         """How far an image may shift, in pixels."""
         return size // 8 if self.crop == "shift" else 0
 
-    def views(self, seed: int, epoch: int, samples: NDArray[np.int64], *, size: int) -> Views:
-        """The views of these samples in this epoch. Costs a few passes over one number a sample, no image."""
+    def views(self, seed: int, epoch: int, samples: NDArray[np.int64], *, size: int, limit: int | None = None) -> Views:
+        """The views of these samples in this epoch. Costs a few passes over one number a sample, no image.
+
+        `limit`: a sample has only so many views, which come round in turn. Mirrored and not take turns, too, so that
+        two views of `flip` are all there are.
+        """
+        turn: int | NDArray[np.int64] = epoch
+        if limit is not None:
+            first = np.floor(uniform(seed, 0, samples, stream=7) * limit).astype(np.int64)
+            turn = (first + epoch) % limit
 
         def draw(stream: int) -> NDArray[np.float64]:
-            return uniform(seed, epoch, samples, stream=stream)
+            return uniform(seed, turn, samples, stream=stream)
 
         flip = draw(0) < 0.5 if self.flip else np.zeros(len(samples), dtype=np.bool_)
+        if self.flip and limit is not None:
+            flip = (uniform(seed, 0, samples, stream=0) < 0.5) ^ (turn % 2 == 1)
         places = 2 * self.reach(size) + 1
         down, right = (np.floor(draw(stream) * places).astype(np.int64) for stream in (1, 2))
         columns = right * 2 + flip
@@ -95,7 +105,7 @@ class Augment:
             rows = np.stack([centre_y, centre_x, height, np.where(flip, -width, width)], axis=1)
             box = torch.from_numpy(rows.astype(np.float32))
             # A continuous view has no short name; its random key stands for it.
-            code = (keys(seed, epoch, samples) >> np.uint64(1)).astype(np.int64)
+            code = (keys(seed, turn, samples) >> np.uint64(1)).astype(np.int64)
         return Views(torch.from_numpy(down), torch.from_numpy(columns), box, torch.from_numpy(code))
 
 

@@ -21,15 +21,18 @@ def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def keys(seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One 64-bit key a sample."""
+def keys(seed: int, epoch: int | NDArray[np.int64], samples: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One 64-bit key a sample; `epoch` is one for all, or one for each."""
     # Arrays of one, since numpy's 64-bit scalars warn when they wrap and arrays do not.
-    start, turn = (np.array([number & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) for number in (seed, epoch))
+    start = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+    turn = np.atleast_1d(np.asarray(epoch, dtype=np.int64)).astype(np.uint64)
     key = mix(mix(start + _GOLDEN) + _GOLDEN * (turn + np.uint64(1)))
     return mix(key + _GOLDEN * (samples.astype(np.uint64) + np.uint64(1)))
 
 
-def uniform(seed: int, epoch: int, samples: NDArray[np.int64], *, stream: int) -> NDArray[np.float64]:
+def uniform(
+    seed: int, epoch: int | NDArray[np.int64], samples: NDArray[np.int64], *, stream: int
+) -> NDArray[np.float64]:
     """Numbers in [0, 1), one a sample; different streams are independent."""
     drawn = mix(keys(seed, epoch, samples) + _GOLDEN * np.array([stream + 1], dtype=np.uint64))
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53

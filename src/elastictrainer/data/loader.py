@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from elastictrainer.data.augment import Augment, Kit, prepare
+from elastictrainer.data.augment import Augment, Kit, Views, prepare
 from elastictrainer.data.hashing import permutation
 from elastictrainer.data.normalisation import Normalisation
 from elastictrainer.data.pixels import Pixels
@@ -102,19 +102,52 @@ class Loader:
         """The batches of an epoch, from batch `start` on."""
         if not 0 <= start <= len(self):
             raise ConfigError(f"start {start} is no batch of an epoch of {len(self)}")
+        return self.look(self.order(epoch)[start * self.batch_size :], epoch)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The samples of an epoch, in the order in which its batches hold them."""
         count = len(self._labels)
         order = permutation(self.seed, epoch, count) if self.shuffle else np.arange(count, dtype=np.int64)
-        order = order[start * self.batch_size : len(self) * self.batch_size]
-        if not len(order):
+        return order[: len(self) * self.batch_size]
+
+    def codes(self, samples: NDArray[np.int64], epoch: int, *, views: int | None = None) -> NDArray[np.int64]:
+        """How these samples are seen in an epoch: `Batch.views`, known without looking at a pixel."""
+        return self._views(samples, epoch, views).code.numpy()
+
+    def _views(self, samples: NDArray[np.int64], epoch: int, limit: int | None) -> Views:
+        return self.augment.views(self.seed, epoch, samples, size=self.image_size, limit=limit)
+
+    def look(
+        self,
+        samples: NDArray[np.int64],
+        epoch: int,
+        *,
+        batch_size: int | None = None,
+        views: int | None = None,
+        pixels: bool = True,
+    ) -> Iterator[Batch]:
+        """These samples as an epoch sees them, in batches.
+
+        `views`: of each image there are only so many views, which come round in turn; by default every epoch has new
+        ones. Without `pixels` nothing is read or augmented, and the images are blanks that take no memory: for whoever
+        has kept what it needs of them.
+        """
+        if not len(samples):
             return
-        views = self.augment.views(self.seed, epoch, order, size=self.image_size).to(self.device).split(self.batch_size)
-        labels = torch.from_numpy(self._labels[order]).to(self.device).split(self.batch_size)
-        here = torch.from_numpy(order)
-        indices = here.to(self.device).split(self.batch_size)
-        wanted = indices if self._pixels.device.type == self.device.type else here.split(self.batch_size)
+        size = batch_size or self.batch_size
+        seen = self._views(samples, epoch, views).to(self.device).split(size)
+        labels = torch.from_numpy(self._labels[samples]).to(self.device).split(size)
+        here = torch.from_numpy(samples)
+        indices = here.to(self.device).split(size)
+        if not pixels:
+            blank = torch.zeros((), device=self.device)
+            for label, index, view in zip(labels, indices, seen):
+                yield Batch(blank.expand(len(label), 3, self.image_size, self.image_size), label, index, view.code)
+            return
+        wanted = indices if self._pixels.device.type == self.device.type else here.split(size)
         unchanged = self.augment == Augment()
-        for pixels, label, index, view in zip(self._pixels.stream(wanted), labels, indices, views):
-            arrived = pixels.to(self.device, non_blocking=True)
+        for raw, label, index, view in zip(self._pixels.stream(wanted), labels, indices, seen):
+            arrived = raw.to(self.device, non_blocking=True)
             images = prepare(arrived, None if unchanged else view, self._kit)
             yield Batch(images, label, index, view.code)
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError
-from elastictrainer.importance.trial import look_through
 from elastictrainer.runtime.apply import unwrap
+from elastictrainer.runtime.optimizer_copy import look_through
 
 __all__ = ["candidates"]
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from elastictrainer.importance.candidates import candidates
 from elastictrainer.importance.probe import LossFn, Probe, probing
 from elastictrainer.importance.tally import Tally, falls, values
-from elastictrainer.importance.trial import look_through, trial_steps
+from elastictrainer.importance.trial import trial_steps
+from elastictrainer.runtime.optimizer_copy import look_through
 
 __all__ = ["elastic", "fisher", "gradient"]
 

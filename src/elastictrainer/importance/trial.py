@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError
+from elastictrainer.runtime.optimizer_copy import bring_home, plain_step, twin_of
 
-__all__ = ["look_through", "trial_steps"]
+__all__ = ["trial_steps"]
 
 PIECE_NUMEL = 1 << 22
 """How many elements are copied at once where tensors can be stepped apart: 16 MiB of float32, times 1 + its state."""
@@ -33,7 +32,7 @@ def trial_steps(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor]) 
     Cost: one optimizer step and a copy. Extra memory: for torch's own optimizers, which treat every tensor by itself, a
     piece of at most 4 Mi elements (or one tensor) at a time, with its gradients and state; for any other, all of them.
     """
-    step = _step_of(optimizer)
+    step = plain_step(optimizer)
     for piece in _pieces(optimizer, list(gradients)):
         memo: dict[int, Any] = {}
         twin = _copy_of(optimizer, piece, memo)
@@ -52,34 +51,6 @@ def trial_steps(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor]) 
                 "use an importance that needs none, such as 'gradient' or 'fisher'"
             ) from error
         yield {parameter: copied.detach() for parameter, copied in stepped.items()}
-
-
-def look_through(optimizer: Any) -> Optimizer:
-    """The optimizer itself, behind wrappers that only forward to it (accelerate's, Lightning's).
-
-    A wrapper with state of its own (Lookahead) is an optimizer in its own right and stays.
-    """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        if isinstance(optimizer, Optimizer) and optimizer.state is not inner.state:
-            break
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, nor does its .optimizer hold one"
-        )
-    return optimizer
-
-
-def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    step: Any = type(optimizer).step
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(optimizer).__name__} steps by calling the loss again (a closure), so its update cannot be told "
-            "from one gradient; use another optimizer, or an importance that needs none, such as 'gradient'"
-        )
-    # torch wraps each class's step once, to call hooks (also those registered for all optimizers): go beneath.
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def _apart(optimizer: Optimizer) -> bool:
@@ -125,7 +96,7 @@ def _copy_of(optimizer: Optimizer, piece: Sequence[nn.Parameter], memo: dict[int
         twins = (nn.Parameter(copied, requires_grad=True) for copied in _copies([p.detach() for p in piece]))
         memo.update(zip(map(id, piece), twins))
     try:
-        twin = _twin(optimizer, contents, memo)
+        twin = twin_of(optimizer, contents, memo)
     except (TypeError, RuntimeError, AttributeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -133,7 +104,7 @@ def _copy_of(optimizer: Optimizer, piece: Sequence[nn.Parameter], memo: dict[int
             f"{type(optimizer).__name__} cannot be copied for a trial step: {error}; "
             "use an importance that needs none, such as 'gradient' or 'fisher'"
         ) from error
-    _bring_home(twin)
+    bring_home(twin)
     return twin
 
 
@@ -149,31 +120,3 @@ def _copies(tensors: Sequence[Tensor], *, like: Sequence[Tensor] | None = None) 
     for indices in alike.values():
         torch._foreach_copy_([copied[i] for i in indices], [tensors[i] for i in indices])
     return copied
-
-
-def _bring_home(optimizer: Optimizer) -> None:
-    """Put state that was offloaded to the host while its tensor rests back on the tensor's device."""
-    for group in optimizer.param_groups:
-        counts_on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.device != parameter.device and (value.dim() or counts_on_device):
-                    state[key] = value.to(parameter.device)
-
-
-def _twin(optimizer: Optimizer, contents: dict[str, Any], memo: dict[int, Any]) -> Optimizer:
-    # Not copy.deepcopy(optimizer): Optimizer.__getstate__ keeps three attributes and drops what a subclass added.
-    twin: Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    for name, value in contents.items():
-        if name.startswith("_optimizer_") and name.endswith("_hooks"):
-            vars(twin)[name] = OrderedDict()
-        elif callable(getattr(type(optimizer), name, None)):
-            continue  # a patched method; the class's own takes its place
-        elif isinstance(value, Optimizer):
-            vars(twin)[name] = memo.get(id(value)) or _twin(value, dict(vars(value)), memo)
-        else:
-            vars(twin)[name] = copy.deepcopy(value, memo)
-    vars(twin)["_warned_capturable_if_run_uncaptured"] = True  # the original warns about capturable=True, once
-    return twin

@@ -74,6 +74,7 @@ def _fixed(profile: Profile, names: tuple[str, ...] | list[str], note: str, memo
             f"policy {note!r} holds {format_bytes(plan.peak_bytes)} and memory is limited to "
             f"{format_bytes(parse_bytes(memory))}; allow that much, or use policy 'elastic' or 'suffix', which fit",
             least=float(plan.peak_bytes),
+            of="memory",
         )
     return plan
 
@@ -90,6 +91,7 @@ def _too_small(
     return BudgetError(
         f"memory {format_bytes(limit_bytes or 0)} is below the smallest suffix; the least is {format_bytes(peak)}",
         least=float(peak),
+        of="memory",
     )
 
 

@@ -19,7 +19,7 @@ from elastictrainer.errors import ProfileError
 from elastictrainer.profiling.fingerprint import code, shapes
 from elastictrainer.profiling.profile import FORMAT, Profile
 
-__all__ = ["Cache", "describe"]
+__all__ = ["Cache", "describe", "differences"]
 
 
 def describe(
@@ -40,7 +40,7 @@ def describe(
         "batch": shapes(batch),
         "loss": code(loss_fn),
         "dtype": str(first.dtype),
-        "autocast": _autocast(first.device.type),
+        "autocast": getattr(loss_fn, "autocast", None) or _autocast(first.device.type),
         "bn": bn,
         "optimizer": _optimizer(optimizer),
         "device": device_name(first.device),
@@ -54,6 +54,34 @@ def describe(
             "mkldnn": torch.backends.mkldnn.is_available(),
         },
     }
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """In which of the things that a price depends on two descriptions differ, in words; what one leaves out is equal.
+
+    Not compared are the loss function's code, which no two programs share, and what follows from the rest. Of the
+    batch the first tensor counts: whoever profiles may hand on more or less beside it.
+    """
+    found = []
+    for key in ("dtype", "autocast", "bn", "optimizer", "device", "threads", "torch"):
+        if key in there and key in here and json.dumps(there[key]) != json.dumps(here[key]):
+            found.append(f"{key} {_word(there[key])}, and here {_word(here[key])}")
+    one, other = _first_shape(there.get("batch")), _first_shape(here.get("batch"))
+    if one is not None and other is not None and one != other:
+        found.append(f"batch {'x'.join(map(str, one))}, and here {'x'.join(map(str, other))}")
+    return found
+
+
+def _word(value: Any) -> str:
+    return str(value[0]) if isinstance(value, (list, tuple)) and value else str(value)
+
+
+def _first_shape(batch: Any) -> list[int] | None:
+    """The shape of the first tensor of a described batch."""
+    if isinstance(batch, (list, tuple)) and len(batch) == 4 and isinstance(batch[2], str):
+        return list(batch[0])
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((shape for part in parts if (shape := _first_shape(part)) is not None), None)
 
 
 def device_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from elastictrainer.profiling.steps import Stepper
 from elastictrainer.profiling.timing import split_alone, time_parts
 from elastictrainer.profiling.trace import LossFn, forward, trace
 from elastictrainer.profiling.weigh import weigh
-from elastictrainer.runtime.apply import apply
+from elastictrainer.runtime.apply import apply, unwrap
 from elastictrainer.runtime.untouched import untouched
 
 __all__ = ["profile"]
@@ -69,7 +69,7 @@ def profile(
     """
     if effort < LEAST_EFFORT:
         raise ConfigError(f"effort {effort} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
-    model = getattr(model, "_orig_mod", model)  # a compiled model is priced by the module it was made from
+    model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
     candidates = _candidates(model, optimizer)
     context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn)
     store = Cache(Path(cache)) if cache is not None else None
@@ -149,8 +149,7 @@ def _candidates(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.P
 
 
 def _device_optimizer(stepper: Stepper, graph: Graph, subsets: Sequence[tuple[int, ...]]) -> tuple[float, Any]:
-    seconds = [stepper.device_s(lambda s=s: stepper.optimizer_s(s, repeats=1)) for s in subsets]  # type: ignore[misc]
-    return fit_optimizer(graph, subsets, seconds)
+    return fit_optimizer(graph, subsets, [stepper.optimizer_s(s, clock=stepper.device_s) for s in subsets])
 
 
 def _observed(stepper: Stepper, draft: Profile, plans: Sequence[tuple[int, ...]], train: Any) -> Memory:

@@ -210,6 +210,26 @@ class Profile:
         """The same profile with the time that a step waits for its batch."""
         return replace(self, data_s=data_s)
 
+    def with_kept_prefix(self, *, rebuilt: float, read_s: float = 0.0) -> Profile:
+        """The same profile where what no trained tensor reaches is computed once and kept.
+
+        Forward is then paid by depth, as backward is: an operation's own forward pass joins the price of reaching it.
+        What is not reached costs `rebuilt` of its forward pass a step: how often it is run again, spread over the
+        steps that use it (building counts), times what a pass of it costs by comparison. `read_s` is the fetching of
+        what was kept. The same graph and the same kind of prices, so every solver takes it as it is.
+        """
+        if not rebuilt >= 0:
+            raise ProfileError(f"rebuilt {rebuilt!r} is the share of steps that run the prefix; it cannot be negative")
+
+        def kept(lane: Lane) -> Lane:
+            return replace(
+                lane,
+                forward_total_s=rebuilt * float(lane.forward_s.sum()) + read_s,
+                fused_s=lane.fused_s + max(1 - rebuilt, 0.0) * lane.forward_s,
+            )
+
+        return replace(self, lanes=tuple(map(kept, self.lanes)))
+
     def scaled(self, factor: float) -> Profile:
         """The same profile on a machine that has become this much slower (above 1) or faster."""
         if not factor > 0:

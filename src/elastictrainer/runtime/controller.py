@@ -21,6 +21,7 @@ from elastictrainer.importance import find_importance
 from elastictrainer.plan import Plan
 from elastictrainer.policies import Policy, find_policy
 from elastictrainer.profiling import profile as take_profile
+from elastictrainer.profiling.cache import describe, differences
 from elastictrainer.profiling.measure import LEAST_EFFORT
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.apply import Applied, apply, unwrap
@@ -273,7 +274,7 @@ class Elastic:
                 self.profile = Profile.from_dict(from_first_rank(taken.to_dict())) if ranks() > 1 else taken
             self._steering.profiled(self.profile, taken=True)
         elif self.plan is None:
-            self._check_given(self.profile)
+            self._check_given(self.profile, batch)
             self._steering.profiled(self.profile, taken=False)
 
     def _effort(self) -> int:
@@ -284,14 +285,23 @@ class Elastic:
         share = min(1.0, self.budget.value) if self.budget is not None and self.budget.kind == "ratio" else 1.0
         return int(min(max(0.005 * share * total, LEAST_EFFORT), MOST_EFFORT))
 
-    def _check_given(self, profile: Profile) -> None:
-        """A profile from elsewhere must be one of this model: the same tensors in the same shapes."""
+    def _check_given(self, profile: Profile, batch: Any) -> None:
+        """A profile from elsewhere must be one of this model, and of steps like these (trap 9)."""
         shapes = {name: tuple(p.shape) for name, p in unwrap(self.model).named_parameters(remove_duplicate=False)}
         wrong = [t.name for t in profile.graph.tensors if shapes.get(t.name) != t.shape]
         if wrong:
             raise ProfileError(
                 f"the profile is of another model: {wrong[0]} ({len(wrong)} in all) is not here or in another shape; "
                 "take it again with 'elastictrainer profile'"
+            )
+        here = describe(
+            unwrap(self.model), dict(unwrap(self.model).named_parameters()), batch,
+            loss_fn=self.loss_fn, optimizer=self.optimizer, bn=self._bn,
+        )  # fmt: skip
+        if other := differences(profile.context, here):
+            raise ProfileError(
+                f"the profile is of other steps than these: {'; '.join(other)}; "
+                "take it again with 'elastictrainer profile' and the options of this run"
             )
 
     def _time_forward(self, batch: Any) -> None:

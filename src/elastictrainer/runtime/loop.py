@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget, parse_seconds
-from elastictrainer.errors import TrainingError
+from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.policies import Policy
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.evaluate import Metric
@@ -158,6 +158,8 @@ def fit(
         except KeyboardInterrupt:
             run.say(run.how_to_go_on("stopped"))
             raise
+        except BudgetError as error:
+            raise run.of_the_run(error) from error
         except TrainingError as error:
             raise TrainingError(f"{error}; {run.how_to_go_on('the last good checkpoint')}") from error
         except (RuntimeError, MemoryError) as error:

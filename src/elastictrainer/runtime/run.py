@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from elastictrainer.budget import Budget
-from elastictrainer.errors import CheckpointError, ConfigError
+from elastictrainer.budget import Budget, format_seconds
+from elastictrainer.errors import BudgetError, CheckpointError, ConfigError
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.report import write_report
 from elastictrainer.runtime.apply import unwrap
@@ -405,6 +406,21 @@ class Run:
             folder=None if self.folder is None else str(self.folder.path),
         )
 
+    def of_the_run(self, error: BudgetError) -> BudgetError:
+        """The same refusal in the unit that the run was asked in: a time for all steps, where they are planned one by
+        one."""
+        asked, per_step = Budget.parse(self.config["budget"] or 1.0), self.elastic.budget
+        if asked.kind != "seconds" or per_step is None or error.least is None or error.of != "time":
+            return error
+        assert self.batches_per_epoch is not None, "a time for the run was divided by its steps"
+        total = self.batches_per_epoch * self.settings.epochs
+        least = format_seconds(math.ceil(error.least * total))
+        return BudgetError(
+            f"budget {asked} is too little for {self.settings.epochs} epochs of {self.batches_per_epoch} steps: "
+            f"the least is {least}, or fewer epochs ({error})",
+            least=error.least * total,
+        )
+
     # -- words -------------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -430,7 +446,7 @@ class Run:
             "accuracy": accuracy,
             "trained": history[-1]["share_trained"] if history else None,
             "ratio": self.elastic.ratio,
-            "budget": str(budget) if budget else None,
+            "budget": None if budget is None else self.config["budget"],
         }
 
 

@@ -17,6 +17,7 @@ __all__ = ["Steering", "Window"]
 SETTLING_STEPS = 3  # after a new plan: allocator, kernel choice, compilation
 OVER, UNDER = 0.005, 0.01  # projected excess over, or shortfall under, the budget that is worth another selection
 MOST_PROFILES = 2  # a profile that disagrees with the steps twice is right: the loop does more than the step
+FIRST_CHECK = 3  # windows of a plan until stock is taken, then three times as many, and so on
 SUSPICION = 5  # windows between two timed forward passes for a suspicion, doubled each time
 UNKNOWN_EPOCH = 1000  # steps in an epoch of a loader that does not know its length
 
@@ -74,8 +75,7 @@ class Steering:
         self.wait_s = 0.0
         self._profiles = 0
         self._windows = 0  # since the plan stands
-        self._next_check = 0
-        self._next_suspicion = 0
+        self._next_check, self._next_suspicion = FIRST_CHECK, SUSPICION
         self._checking = False
 
     # -- what is seen ------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Steering:
 
     def stand(self, profile: Profile, plan: Plan) -> None:
         if plan.id != self.pace.plan:
-            self._windows, self._next_check, self._next_suspicion = 0, 3, SUSPICION
+            self._windows, self._next_check, self._next_suspicion = 0, FIRST_CHECK, SUSPICION
             self.window.settling = SETTLING_STEPS
         predicted_s, full_s = self._compute_s(profile, plan)
         self.pace.stand(plan.id, predicted_s=predicted_s, full_s=full_s)

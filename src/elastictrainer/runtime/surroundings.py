@@ -31,6 +31,7 @@ def with_autocast(
         with torch.autocast(device.type, dtype=dtype):
             return function(model, batch)
 
+    cast.autocast = precision  # type: ignore[attr-defined]  # a profile records it
     return cast
 
 

@@ -207,6 +207,7 @@ class _Limits:
                 f"{whose} hold {format_bytes(peak)} at the peak, {format_bytes(peak - self.bytes)} over the limit of "
                 f"{format_bytes(self.bytes)}; the least memory is {format_bytes(peak)} ({peak} bytes), or pin fewer",
                 least=float(peak),
+                of="memory",
             )
 
     def refuse_all(self, names: list[str]) -> BudgetError:
@@ -230,6 +231,7 @@ class _Limits:
             f"{'' if self.seconds is None else f' within {self._budget()}'}; "
             f"the least is {format_bytes(least_bytes)} ({least_bytes} bytes)",
             least=float(least_bytes),
+            of="memory",
         )
 
     def _budget(self) -> str:
