@@ -78,7 +78,7 @@ def _word(value: Any) -> str:
 
 def _first_shape(batch: Any) -> list[int] | None:
     """The shape of the first tensor of a described batch."""
-    if isinstance(batch, (list, tuple)) and len(batch) == 4 and isinstance(batch[2], str):
+    if isinstance(batch, (list, tuple)) and len(batch) == 4 and str(batch[2]).startswith("torch."):
         return list(batch[0])
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return next((shape for part in parts if (shape := _first_shape(part)) is not None), None)

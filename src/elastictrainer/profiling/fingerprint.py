@@ -28,8 +28,10 @@ def shapes(batch: Any, depth: int = 0) -> Any:
         return [list(batch.shape), strides, str(batch.dtype), str(batch.device)]
     if isinstance(batch, np.ndarray):
         return [list(batch.shape), str(batch.dtype)]
-    if batch is None or isinstance(batch, (bool, int, float)):
-        return repr(batch)  # a number that is not finite has no JSON
+    if batch is None or isinstance(batch, (bool, int)):
+        return batch
+    if isinstance(batch, float):
+        return repr(batch)  # one that is not finite has no JSON
     if isinstance(batch, Mapping):
         return {str(k): shapes(v, depth) for k, v in batch.items()}
     if isinstance(batch, (list, tuple)):
