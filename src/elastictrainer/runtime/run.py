@@ -404,6 +404,7 @@ class Run:
             restarts=record.restarts,
             config=self.config,
             folder=None if self.folder is None else str(self.folder.path),
+            compilations=stats["compilations"],
         )
 
     def of_the_run(self, error: BudgetError) -> BudgetError:
