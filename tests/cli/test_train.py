@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,29 @@ def test_a_budget_below_the_floor_is_one_line(main: Run, options: list[Any], tmp
     assert code == 1
     assert complaint.rstrip().count("\n") == 0
     assert "least" in complaint
+
+
+def test_how_images_are_varied_and_divided_can_be_said(
+    main: Run, options: list[Any], folder: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(folder / "val")
+    asked = ["--augment", "flip,zoom", "--val-share", "0.25", "--epochs", 1, "--policy", "full"]
+    code, printed, complaint = main(*options, *asked, "--out", tmp_path / "run", "--json")
+    assert code == 0, complaint
+    config = json.loads(printed)["config"]
+    assert config["augment"] == "flip,zoom"
+    assert config["split"] == {
+        "train": 18,
+        "val": 6,
+        "test": 8,
+        "val_from_train": True,
+        "val_share": 0.25,
+        "split_seed": 0,
+    }
+    for wrong in (["--augment", "crop,zoom"], ["--val-share", "1.5"]):
+        code, _, complaint = main(*options, *wrong)
+        assert code == 2
+        assert wrong[0] in complaint
 
 
 def test_resume_needs_a_folder(main: Run, options: list[Any]) -> None:
