@@ -414,8 +414,8 @@ class Elastic:
         """What the run has cost so far, against what was asked and predicted; plain types.
 
         `measured_ratio` is the seconds of the steps themselves over the seconds of as many full steps on the machine as
-        it was; the seconds in `overhead_s` are the decision-making's and come on top. `compilations` are the graphs that
-        `torch.compile` has built since this controller was made: at most a few a plan.
+        it was; the seconds in `overhead_s` are the decision-making's and come on top. `compilations` are the graphs
+        that `torch.compile` has built since this controller was made: at most a few a plan.
         """
         pace = self._steering.pace
         account = pace.account(self.budget)
