@@ -110,11 +110,9 @@ def _flat(mapping: Mapping[Any, Any]) -> list[Any]:
 
 def _is_libraries(item: Any) -> bool:
     """Code of torch or of Python itself, whose release says what it does."""
-    if isinstance(item, (FunctionType, BuiltinFunctionType)):
-        module = item.__module__
-    else:
-        module = item.__name__ if isinstance(item, ModuleType) else None
-    package = (module or "").partition(".")[0]
+    if not isinstance(item, (FunctionType, BuiltinFunctionType, ModuleType)):
+        return False
+    package = str(item.__name__ if isinstance(item, ModuleType) else item.__module__).partition(".")[0]
     return isinstance(item, BuiltinFunctionType) or package == "torch" or package in sys.stdlib_module_names
 
 
