@@ -44,8 +44,9 @@ tests: venv ## pytest with doctests, warnings are errors
 	@$(TEST_ENV) $(RUN) pytest -q -n 2
 
 # The other suites need a dataset and weights; the top of each file in benchmarks/ says how to start it.
-bench: venv ## the benchmarks that need no dataset, on this CPU; half an hour, results in benchmarks/results/
+bench: venv ## the benchmarks that need no dataset, on this CPU; an hour, results in benchmarks/results/
 	@$(TEST_ENV) $(VENV)/bin/python benchmarks/time_model.py --device cpu --threads 1 --batch-size 4 --image-size 96
+	@$(VENV)/bin/python benchmarks/time_model.py --device cpu --threads 2 --batch-size 4 --image-size 96
 	@$(TEST_ENV) $(VENV)/bin/python benchmarks/solver.py
 	@$(TEST_ENV) $(VENV)/bin/python benchmarks/apply_memory.py --batch-size 8 --image-size 64
 
