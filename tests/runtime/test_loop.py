@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import pty
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +233,102 @@ def test_a_plain_data_loader() -> None:
     result = run(data=data, val_loader=data)
     assert result.batch_size == 5
     assert result.steps == 3 * 7
+
+
+class ThirdParty(torch.optim.Optimizer):
+    """As others write them: state in a list of its own kind, a setting outside the groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.least_norm = 0.1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.3)
+                    p.sub_(mean / mean.norm().clamp(min=self.least_norm), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_an_optimizer_of_a_third_party(tmp_path: Path, profiled: bool) -> None:
+    prices = chain_profile(small_net()) if profiled else None
+    options: dict[str, Any] = {
+        "epochs": 4, "interval": 1, "profile": prices, "budget": "0.6x" if profiled else "1x", "deterministic": True,
+        "progress": False, "val_loader": batches(5, seed=1),
+    }  # fmt: skip
+    whole, model = small_net(), small_net()
+    result = fit(whole, ThirdParty(whole.parameters(), lr=0.05), cross_entropy, batches(12), **options)
+    assert result.config["optimizer"]["name"] == "ThirdParty"
+    assert result.plans[0]["reason"] == "first"
+    assert result.loss["per_epoch"][-1] < result.loss["per_epoch"][0]
+    if profiled:
+        with pytest.raises(KeyboardInterrupt):
+            fit(
+                model, ThirdParty(model.parameters(), lr=0.05), interrupt_at(70), batches(12), out=tmp_path / "run",
+                **options,
+            )  # fmt: skip
+        again = small_net(seed=3)
+        fit(
+            again, ThirdParty(again.parameters(), lr=0.05), cross_entropy, batches(12), out=tmp_path / "run",
+            resume=True, **options,
+        )  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters()))
+
+
+def test_a_bar_on_a_terminal() -> None:
+    """In a process of its own, whose stderr is a terminal."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from loop_support import *\n"
+        "from elastictrainer.runtime.loop import fit\n"
+        "from elastictrainer.runtime.optimizers import make_optimizer\n"
+        "model = small_net()\n"
+        "fit(model, make_optimizer('sgd', model.parameters(), lr=0.1), cross_entropy, batches(4), epochs=2,\n"
+        "    profile=chain_profile(model), val_loader=batches(1))\n"
+    )
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent)], stderr=follower, stdout=subprocess.PIPE, check=False,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"}, timeout=120,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal that nobody writes to any more
+        while chunk := os.read(leader, 65536):
+            shown += chunk
+    os.close(leader)
+    text = shown.decode()
+    assert (done.returncode, done.stdout) == (0, b""), text
+    assert "\x1b[" in text
+    for word in ("training", "8/8", "loss ", "accuracy ", "trained ", "of 0.5x", "epoch 1/2", "epoch 2/2"):
+        assert word in text
+    assert re.search(r"\d:\d\d", text)  # the time left
+
+
+def test_tensorboard_gets_every_number_of_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path / "run", tensorboard=True, val_loader=batches(2, seed=1))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    numbers = {k for k, v in lines[0].items() if isinstance(v, (int, float)) and k != "plan"}
+    assert {"loss", "val_accuracy", "measured_ratio", "train_s"} <= numbers <= set(events.Tags()["scalars"])
+    for name in numbers:
+        logged = events.Scalars(name)
+        assert [event.step for event in logged] == [line["step"] for line in lines]
+        assert [event.value for event in logged] == pytest.approx([line[name] for line in lines], rel=1e-6)
+
+
+def test_tensorboard_that_is_not_there_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"elastictrainer\[tensorboard\]"):
+        run(tmp_path / "run", tensorboard=True)
+    with pytest.raises(ConfigError, match="tensorboard needs out="):
+        run(tensorboard=True)
 
 
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
