@@ -222,9 +222,10 @@ class Profile:
             raise ProfileError(f"rebuilt {rebuilt!r} is the share of steps that run the prefix; it cannot be negative")
 
         def kept(lane: Lane) -> Lane:
+            below = float(lane.forward_s.sum())
             return replace(
                 lane,
-                forward_total_s=rebuilt * float(lane.forward_s.sum()) + read_s,
+                forward_total_s=lane.forward_total_s - below + rebuilt * below + read_s,
                 fused_s=lane.fused_s + max(1 - rebuilt, 0.0) * lane.forward_s,
             )
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from elastictrainer.budget import format_bytes
+from elastictrainer.data.hashing import permutation
 from elastictrainer.data.loader import Batch, Loader
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.cut import Cut, LossFn, find_cut
@@ -34,16 +35,17 @@ class Keeper:
     """The frozen prefix of one model on one loader.
 
         keeper.stand(batch)              # after a plan has been applied: divide, check, make room
-        keeper.fill(samples, epoch)      # run the prefix on what is not there yet
+        keeper.fill(epoch)               # run the prefix on what is not there yet
         for batch in keeper.batches(samples, epoch):
             keeper.loss_fn(model, batch).backward()
 
     Args:
         views: how many views of each image there are while features are kept. Flips take turns, so that with `flip`
             alone two lose nothing.
-        limit_bytes: the most that may be kept; what would take more is not kept at all.
+        memory_bytes: the most that may be kept in memory.
+        disk_bytes: what is more, but not more than this, is kept in a file in `folder`, mapped; a resumed run finds it
+            again. What would take still more is not kept at all.
         dtype: in which features are kept.
-        folder: keep them in files here, which a resumed run finds again, rather than in memory.
     """
 
     def __init__(
@@ -52,20 +54,22 @@ class Keeper:
         loss_fn: LossFn,
         loader: Loader,
         *,
-        limit_bytes: int,
+        memory_bytes: int = 2 << 30,
+        disk_bytes: int | None = None,
+        folder: Path | None = None,
         views: int = 2,
         dtype: KeptType = "float16",
         precision: Literal["bf16"] | None = None,
-        folder: Path | None = None,
     ) -> None:
         self.model, self.plain_loss_fn, self.loader = model, loss_fn, loader
-        self.views, self.limit_bytes, self.folder = views, limit_bytes, folder
+        self.views, self.memory_bytes, self.disk_bytes, self.folder = views, memory_bytes, disk_bytes, folder
         self.dtype: KeptType = dtype
         self.precision = precision
         self.cut: Cut | None = None
         self.kept: Kept | None = None
         self._stand_ins: StandIns | None = None
         self._laid_out: Any = None
+        self.hits = self.misses = 0  # of stores that are gone
         self._inner = unwrap(model)
 
     @property
@@ -74,9 +78,26 @@ class Keeper:
         return self._stand_ins is not None and self.kept is not None
 
     @property
+    def hopeless(self) -> bool:
+        """Whether no plan on this model can be had without its prefix, whatever it trains."""
+        return self.model is not self._inner
+
+    @property
     def obstacle(self) -> str:
         """Why nothing is kept, in words."""
         return self.cut.obstacle if self.cut is not None else "no plan stands"
+
+    def account(self) -> dict[str, Any]:
+        """What is kept and how often it was of use, in plain types."""
+        kept = self.kept
+        return {
+            "obstacle": self.obstacle if not self.active else None,
+            "nbytes": kept.nbytes if kept is not None else 0,
+            "dtype": self.dtype,
+            "views": self.views,
+            "hits": self.hits + (kept.hits if kept is not None else 0),
+            "misses": self.misses + (kept.misses if kept is not None else 0),
+        }
 
     # -- a plan comes and goes -----------------------------------------------------------------------------------------
 
@@ -90,7 +111,7 @@ class Keeper:
         few = Batch(*few) if isinstance(batch, Batch) else few
         self.cut = self._divided(few)
         if self.cut.obstacle:
-            self._release()
+            self.release()
             return
         size = len(tree_leaves(few)[0])
         self._stand_ins = StandIns(self._inner, self.cut, batch_size=size, precision=self.precision)
@@ -98,7 +119,7 @@ class Keeper:
         why = agree(self.model, self._stand_ins, self.plain_loss_fn, few, shuffled=back)
         if why:
             self.cut = Cut(obstacle=why)
-            self._release()
+            self.release()
             return
         rows = [Rows((c.shape[0] // size, *c.shape[1:]), c.dtype) for c in self.cut.crossings]
         self._make_room(rows)
@@ -114,24 +135,24 @@ class Keeper:
         return cut
 
     def _make_room(self, rows: list[Rows]) -> None:
-        views = self.views
-        one = Kept.bytes_for(rows, samples=1, views=views, dtype=self.dtype)
         samples = self.loader.num_samples
-        if one * samples > self.limit_bytes:
+        wanted = Kept.bytes_for(rows, samples=samples, views=self.views, dtype=self.dtype)
+        on_disk = wanted > self.memory_bytes
+        most = max(self.memory_bytes, self.disk_bytes or 0) if self.folder is not None else self.memory_bytes
+        if wanted > most:
             self.cut = Cut(
-                obstacle=f"{format_bytes(one * samples)} of features would pass the limit of "
-                f"{format_bytes(self.limit_bytes)}"
+                obstacle=f"{format_bytes(wanted)} of features would pass the limit of {format_bytes(most)}; "
+                "raise keep_bytes or keep_disk, lower views, or keep them as int8"
             )
-            self._release()
+            self.release()
             return
         key = self._key(rows)
         if self.kept is not None and self.kept.key == key:
             return
-        if self.kept is not None:
-            self.kept.forget()
-        file = None if self.folder is None else self.folder / f"features-{key}.bin"
+        self._let_go()
+        file = self.folder / f"features-{key}.bin" if on_disk and self.folder is not None else None
         device = "cpu" if file is not None else next(self.model.parameters()).device
-        self.kept = Kept(rows, samples=samples, views=views, dtype=self.dtype, device=device, file=file)
+        self.kept = Kept(rows, samples=samples, views=self.views, dtype=self.dtype, device=device, file=file)
         self.kept.key = key
 
     def _key(self, rows: list[Rows]) -> str:
@@ -150,37 +171,65 @@ class Keeper:
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give the room back; until the next `stand`, batches are trained on as they always were."""
         self._stand_ins, self._laid_out = None, None
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self.kept is not None:
+            self.hits, self.misses = self.hits + self.kept.hits, self.misses + self.kept.misses
             self.kept.forget()
             self.kept = None
 
     # -- features ------------------------------------------------------------------------------------------------------
 
-    def fill(self, samples: NDArray[np.int64], epoch: int, *, going_on: Callable[[], bool] = lambda: True) -> int:
-        """Run the prefix for those of these samples whose view in this epoch is not kept yet; returns how many.
+    @property
+    def groups(self) -> int:
+        """How many groups of samples there are; the prefix is run on a group at a time."""
+        return -(-self.loader.num_samples // self.group_size)
 
-        Samples go through in groups that are always the same, so that a row has the same bits whenever it is made.
-        `going_on` is asked between groups: False ends it early, with what has been done kept.
+    def fill(
+        self,
+        epoch: int,
+        *,
+        first: int = 0,
+        groups: int | None = None,
+        going_on: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Run the prefix on the samples of these groups as this epoch sees them, where they are not kept yet.
+
+        Groups are always the same samples in the same order, drawn by lot: a row has the same bits whenever it is made,
+        and some of the groups are a fair sample of all. Returns how many images went through. `going_on` is asked
+        between groups: False ends it early, with what has been done kept.
         """
         assert self.kept is not None
         assert self._stand_ins is not None
-        missing = samples[self.kept.missing(samples, self._codes(samples, epoch))]
-        self.kept.misses += len(missing)
-        size = FILL_IMAGES.get(next(self.model.parameters()).device.type, 16)
-        groups = np.unique(missing // size)
-        count = self.loader.num_samples
-        wanted = [np.arange(g * size, min((g + 1) * size, count), dtype=np.int64) for g in groups.tolist()]
-        # The last group of all is shorter; it comes last, so that the loader's batches are the groups.
-        everything = np.concatenate(wanted) if wanted else missing
+        size, loader = self.group_size, self.loader
+        lot = permutation(loader.seed, -1, loader.num_samples)
+        lot = lot[first * size :] if groups is None else lot[first * size : (first + groups) * size]
+        parts = [lot[k : k + size] for k in range(0, len(lot), size)]
+        wanted = [part for part in parts if self.kept.missing(part, self._codes(part, epoch)).any()]
+        if not wanted:
+            return 0
         done = 0
-        for group, batch in zip(wanted, self.loader.look(everything, epoch, batch_size=size, views=self.views)):
-            self.kept.put(group, self._codes(group, epoch), self._stand_ins.collect(self.plain_loss_fn, batch))
-            done += len(group)
+        looked = loader.look(np.concatenate(wanted), epoch, batch_size=size, views=self.views)
+        for part, batch in zip(wanted, looked):
+            self.kept.put(part, self._codes(part, epoch), self._stand_ins.collect(self.plain_loss_fn, batch))
+            done += len(part)
             if not going_on():
                 break
+        self.kept.misses += done
         return done
+
+    @property
+    def group_size(self) -> int:
+        return FILL_IMAGES.get(next(self.model.parameters()).device.type, 16)
+
+    def kept_of(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
+        """Which of these samples, as this epoch sees them, are kept."""
+        assert self.kept is not None
+        return ~self.kept.missing(samples, self._codes(samples, epoch))
 
     def _codes(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         return self.loader.codes(samples, epoch, views=self.views)

@@ -11,12 +11,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastictrainer.budget import Budget, parse_seconds
+from elastictrainer.budget import Budget, parse_bytes, parse_seconds
 from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.policies import Policy
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.runtime.adaptive import Keep
 from elastictrainer.runtime.evaluate import Metric
 from elastictrainer.runtime.interval import Interval
+from elastictrainer.runtime.kept import KeptType
 from elastictrainer.runtime.result import Result
 from elastictrainer.runtime.run import Run
 from elastictrainer.runtime.settings import Settings
@@ -42,6 +44,11 @@ def fit(
     memory: str | int | None = None,
     bn: Literal["frozen", "track", "with_owner"] = "frozen",
     resting_state: Literal["keep", "drop", "offload"] = "keep",
+    keep: bool = True,
+    views: int = 2,
+    keep_bytes: str | int = "2GiB",
+    keep_disk: str | int | None = None,
+    keep_as: KeptType = "float16",
     val_loader: Iterable[Any] | None = None,
     test_loader: Iterable[Any] | None = None,
     metric: Metric | Literal["auto"] | None = "auto",
@@ -88,6 +95,10 @@ def fit(
         loss_fn: `loss_fn(model, batch)` -> scalar, for any task. Batches are moved to the model's device first.
         budget: `"0.5x"` of full training, or a time for all training steps together (`"30min"`); evaluation,
             checkpoints and deciding come on top and are reported.
+        keep, views, keep_bytes, keep_disk, keep_as: of policy `"adaptive"`, on our own loaders: whether what lies below
+            the deepest trained tensor is computed once and kept; for how many views of each image; in how much memory,
+            beyond it on how much disk (in the run folder; none by default); and as what (`"float16"`, `"bfloat16"`,
+            `"int8"`, `"float32"`).
         policy, importance, interval, pin, probe_batches, memory, bn, resting_state, profile, cache, feedback: see
             `et.Elastic`.
         metric: `metric(model, batch)` -> (sum, count), higher is better. `"auto"`: the share of right answers where
@@ -122,6 +133,9 @@ def fit(
         "budget": budget, "policy": policy, "importance": importance, "interval": interval, "pin": pin,
         "probe_batches": probe_batches, "memory": memory, "bn": bn, "resting_state": resting_state,
         "profile": profile, "cache": cache, "feedback": feedback,
+        "keep": Keep(
+            views, parse_bytes(keep_bytes), None if keep_disk is None else parse_bytes(keep_disk), keep_as, allowed=keep
+        ),
     }  # fmt: skip
     with ExitStack() as stack:
         run = Run(
@@ -129,13 +143,14 @@ def fit(
         )
         if run.finished is not None:
             return run.finished
+        run.test_loader = test_loader
         interrupts = stack.enter_context(Interrupts())
         try:
             while run.goes_on:
                 run.begin_epoch()
                 for batch in run.elastic.epoch(run.feed()):
                     run.count_flops(batch)
-                    loss = run.loss_fn(model, batch)
+                    loss = run.step_loss_fn(model, batch)
                     run.scaler.scale(loss / run.group_size).backward()
                     run.stepped(loss)
                     if run.gradients_complete:

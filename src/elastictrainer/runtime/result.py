@@ -23,15 +23,22 @@ class Record:
     loss_total: float = 0.0
     loss_count: int = 0
     eval_s: float = 0.0
+    evaluations: int = 0
+    evaluated_batches: int = 0
     checkpoint_s: float = 0.0
+    checkpoints: int = 0
     energy_j: float | None = None
     peak_bytes: int | None = None
     deciding_peak_bytes: int | None = None
     flops_by_plan: dict[str, int | None] = field(default_factory=dict)
-    scores: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[dict[str, Any] | None] = field(default_factory=list)
+    """By epoch; None where it was not worth the time to evaluate."""
     losses: list[float | None] = field(default_factory=list)
     best_epoch: int | None = None
     restarts: int = 0
+
+    def score_of(self, epoch: int | None) -> dict[str, Any] | None:
+        return self.scores[epoch] if epoch is not None and 0 <= epoch < len(self.scores) else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,6 +90,7 @@ class Result:
     config: dict[str, Any]
     folder: str | None = None
     compilations: int = 0
+    features: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from elastictrainer.budget import Budget, format_seconds
 from elastictrainer.errors import BudgetError, CheckpointError, ConfigError
+from elastictrainer.policies import find_policy
+from elastictrainer.policies.adaptive import ADAPTIVE
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.report import write_report
+from elastictrainer.runtime.adaptive import Adaptive
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
@@ -27,6 +30,7 @@ from elastictrainer.runtime.meters import Meters
 from elastictrainer.runtime.progress import Board, describe, make_progress
 from elastictrainer.runtime.result import Record, Result, versions
 from elastictrainer.runtime.run_folder import RunFolder
+from elastictrainer.runtime.schedules import TimedCosine
 from elastictrainer.runtime.settings import Settings, batch_size, configuration, length
 from elastictrainer.runtime.streams import read_streams, seed_streams, write_streams
 from elastictrainer.runtime.surroundings import (
@@ -38,6 +42,8 @@ from elastictrainer.runtime.surroundings import (
 )
 
 __all__ = ["Run"]
+
+EVALUATE_EVERY = 20  # times what an evaluation takes lie between two of them, where the run is counted in time
 
 
 class Run:
@@ -58,7 +64,8 @@ class Run:
         stack: ExitStack,
     ) -> None:
         self.model, self.optimizer, self.train_loader, self.val_loader = model, optimizer, train_loader, val_loader
-        self.settings, self.clock = settings, clock
+        self.settings, self.clock, self.began = settings, clock, clock()
+        self.test_loader: Iterable[Any] | None = None
         self.device = next(model.parameters()).device
         self.batches_per_epoch = length(train_loader)
         settings.check(
@@ -81,16 +88,20 @@ class Run:
         self.loss_fn = with_autocast(loss_fn, self.device, settings.autocast)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "fp16")
         self.metric = settings.metric
-        self.schedule = self._make_schedule()
         self.record = Record()
         self.losses = Losses(self.device)
         self.meters = Meters(self.device, self.record)
         self.elastic = self._make_elastic(deciding)
+        self.adaptive = self.elastic if isinstance(self.elastic, Adaptive) else None
+        self.step_loss_fn = self.adaptive.step_loss_fn if self.adaptive is not None else self.loss_fn
+        self.schedule = self._make_schedule()
         stack.callback(self.elastic.undo)
         self._best_in_memory: dict[str, Tensor] | None = None
         notes = self._resume() if settings.resume and self.folder is not None else []
-        self._saved_at = clock()
-        total = None if self.batches_per_epoch is None else self.batches_per_epoch * settings.epochs
+        self._saved_at = self._evaluated_at = clock()
+        total = None
+        if self.batches_per_epoch is not None and self.adaptive is None:
+            total = self.batches_per_epoch * settings.epochs
         self.progress = make_progress(settings.progress, total=total, done=self.record.step)
         stack.callback(self.progress.close)
         for note in notes:
@@ -111,6 +122,8 @@ class Run:
         return Result.from_dict(document)
 
     def _make_schedule(self) -> Any | None:
+        if self.settings.scheduler == "cosine" and self.adaptive is not None:
+            return TimedCosine(self.optimizer, lambda: self.adaptive.progress if self.adaptive is not None else 0.0)
         if self.settings.scheduler == "cosine":
             assert self.batches_per_epoch is not None
             steps = -(-self.batches_per_epoch // self.settings.accumulate) * self.settings.epochs
@@ -124,8 +137,9 @@ class Run:
     def _make_elastic(self, deciding: dict[str, Any]) -> Elastic:
         total = None if self.batches_per_epoch is None else self.batches_per_epoch * self.settings.epochs
         options = dict(deciding)
-        asked = Budget.parse(options.pop("budget"))
-        if asked.kind == "seconds":
+        asked, keep = Budget.parse(options.pop("budget")), options.pop("keep")
+        adaptive = find_policy(options["policy"]) is ADAPTIVE
+        if asked.kind == "seconds" and not adaptive:
             if total is None:
                 raise ConfigError(
                     f"budget {asked} is for all steps together, and the loader does not say how many there are"
@@ -134,11 +148,34 @@ class Run:
         if options["profile"] is None and self.settings.resume and self.folder is not None:
             kept = self.folder.read_json("profile.json")
             options["profile"] = Profile.from_dict(kept) if kept is not None else None
-        return Elastic(
-            self.model, self.optimizer, self.loss_fn, budget=asked, total_steps=total, seed=self.settings.seed,
-            deterministic=self.settings.deterministic, scaler=self.scaler if self.scaler.is_enabled() else None,
-            clock=self.clock, on_plan=self._on_plan, around=self.meters.deciding, **options,
+        options |= {
+            "budget": asked, "total_steps": total, "seed": self.settings.seed, "clock": self.clock,
+            "deterministic": self.settings.deterministic, "on_plan": self._on_plan, "around": self.meters.deciding,
+            "scaler": self.scaler if self.scaler.is_enabled() else None,
+        }  # fmt: skip
+        if not adaptive:
+            return Elastic(self.model, self.optimizer, self.loss_fn, **options)
+        if total is None:
+            raise ConfigError("policy 'adaptive' plans a whole run, and the loader does not say how long an epoch is")
+        for name in ("policy", "feedback", "interval"):
+            options.pop(name)
+        folder = None if self.folder is None else self.folder.path / "features"
+        return Adaptive(
+            self.model, self.optimizer, self.loss_fn, epochs=self.settings.epochs, loader=self.train_loader,
+            keep=replace(keep, folder=folder), reserve_s=self._end_s, began=self.began, **options,
         )  # fmt: skip
+
+    def _end_s(self) -> float:
+        """What the end of the run will take, by what its parts have taken so far: of a deadline, this is kept back."""
+        record = self.record
+        sizes = [length(loader) or 0 for loader in (self.val_loader, self.test_loader) if loader is not None]
+        if record.evaluations:
+            batch_s = record.eval_s / record.evaluated_batches
+        else:  # two thirds more than a training step's forward pass: a batch may be larger
+            profile = self.elastic.profile
+            batch_s = 0.0 if profile is None else 1.7 * profile.forward_s
+        saving_s = record.checkpoint_s / record.checkpoints if record.checkpoints else 0.05
+        return 1.05 * batch_s * sum(sizes) + 3 * saving_s
 
     def _resume(self) -> list[str]:
         assert self.folder is not None
@@ -171,9 +208,11 @@ class Run:
     @property
     def goes_on(self) -> bool:
         record, patience = self.record, self.settings.early_stop
+        if self.adaptive is not None and self.adaptive.finished:
+            return False
         if patience is not None and record.best_epoch is not None and record.epoch - 1 - record.best_epoch >= patience:
             return False
-        return record.epoch < self.settings.epochs
+        return self.adaptive is not None or record.epoch < self.settings.epochs
 
     def begin_epoch(self) -> None:
         self.model.train()
@@ -197,7 +236,7 @@ class Run:
         if plan.id not in self.record.flops_by_plan:
             start, overhead_s = self.clock(), self.elastic.overhead_s
             with self.elastic.pause(), self.meters.paused():
-                self.record.flops_by_plan[plan.id] = self.meters.step_flops(self.model, self.loss_fn, batch)
+                self.record.flops_by_plan[plan.id] = self.meters.step_flops(self.model, self.step_loss_fn, batch)
             overhead_s["flops"] = overhead_s.get("flops", 0.0) + self.clock() - start
 
     @property
@@ -233,20 +272,38 @@ class Run:
         record = self.record
         self.losses.check(step=record.step)
         self.meters.end()
-        score = self.evaluate(self.val_loader) if self.val_loader is not None else None
+        score = self.evaluate(self.val_loader) if self.val_loader is not None and self._worth_evaluating else None
         if score is not None:
-            best = record.scores[record.best_epoch] if record.best_epoch is not None else None
+            best = record.score_of(record.best_epoch)
             if score.better_than(Score(**best) if best else None):
                 record.best_epoch = record.epoch
                 self._keep_best()
-            record.scores.append(score.to_dict())
+        if self.val_loader is not None:
+            record.scores.append(score.to_dict() if score is not None else None)
         record.losses.append(self.losses.mean)
         self._write_epoch(score)
         self.losses.reset()
         record.epoch, record.batch = record.epoch + 1, 0
         self.checkpoint()
 
+    @property
+    def _worth_evaluating(self) -> bool:
+        """Always, if epochs are what is counted. Where time is, only if it costs little beside what came since."""
+        if self.adaptive is None or self.adaptive.finished or self.settings.early_stop is not None:
+            return True
+        if self.settings.deterministic:  # which epoch is the best must not hang on a clock
+            return True
+        record = self.record
+        if not record.evaluations:
+            return True
+        typical_s = record.eval_s / record.evaluations
+        return self.clock() - self._evaluated_at > EVALUATE_EVERY * typical_s
+
     def evaluate(self, loader: Iterable[Any]) -> Score:
+        with self.elastic.pause():
+            return self._evaluate(loader)
+
+    def _evaluate(self, loader: Iterable[Any]) -> Score:
         start = self.clock()
         # The same order and transforms each time, from a stream of its own: evaluating changes nothing in training.
         batches = Feed(loader, epoch=0, start=0, seed=self.settings.seed + 1, device=self.device)
@@ -254,7 +311,10 @@ class Run:
             self.metric = top1 if is_classified(next(iter(batches), None)) else None
         metric = with_autocast(self.metric, self.device, self.settings.autocast) if self.metric is not None else None
         score = evaluate(self.model, self.loss_fn, batches, metric=metric, device=self.device)
-        self.record.eval_s += self.clock() - start
+        self._evaluated_at = self.clock()
+        self.record.eval_s += self._evaluated_at - start
+        self.record.evaluations += 1
+        self.record.evaluated_batches += length(loader) or 1
         return score
 
     def _write_epoch(self, score: Score | None) -> None:
@@ -315,6 +375,7 @@ class Run:
             self.folder.checkpoints.save(state, refers_to=() if best is None else (_best_name(best),))
             self._saved_at = self.clock()
             self.record.checkpoint_s += self._saved_at - start
+            self.record.checkpoints += 1
 
     def _keep_best(self) -> None:
         weights = unwrap(self.model).state_dict()
@@ -357,7 +418,7 @@ class Run:
 
     def _result(self, test: Score | None, kept: int) -> Result:
         record, stats = self.record, self.elastic.stats
-        final = test.to_dict() if test else record.scores[kept] if record.scores else None
+        final = test.to_dict() if test else record.score_of(kept)
         profile = self.elastic.profile
         assert profile is not None
         steps = {event["id"]: 0 for event in stats["plans"]}
@@ -382,13 +443,13 @@ class Run:
             predicted_ratio=stats["predicted_ratio"],
             measured_ratio=stats["measured_ratio"],
             accuracy={
-                "per_epoch": [score["accuracy"] for score in record.scores],
+                "per_epoch": [score and score["accuracy"] for score in record.scores],
                 "final": final["accuracy"] if final else None,
                 "of": "test" if test else "val" if final else None,
             },
             loss={
                 "per_epoch": record.losses,
-                "val": [score["loss"] for score in record.scores],
+                "val": [score and score["loss"] for score in record.scores],
                 "final": final["loss"] if final else None,
             },
             best_epoch=None if record.best_epoch is None else record.best_epoch + 1,
@@ -405,6 +466,7 @@ class Run:
             config=self.config,
             folder=None if self.folder is None else str(self.folder.path),
             compilations=stats["compilations"],
+            features=stats.get("features"),
         )
 
     def of_the_run(self, error: BudgetError) -> BudgetError:
@@ -435,10 +497,8 @@ class Run:
             self.folder.log("plans.jsonl", event)
 
     def _show(self) -> None:
-        scores = self.record.scores
-        self.progress.step(
-            self.record.step, self._fields(self.losses.latest, scores[-1]["accuracy"] if scores else None)
-        )
+        known = [score["accuracy"] for score in self.record.scores if score is not None]
+        self.progress.step(self.record.step, self._fields(self.losses.latest, known[-1] if known else None))
 
     def _fields(self, loss: float | None, accuracy: float | None) -> dict[str, float | str | None]:
         history, budget = self.elastic.history, self.elastic.budget

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget
 from elastictrainer.errors import ConfigError
-from elastictrainer.policies import find_policy
+from elastictrainer.policies import Policy, find_policy
+from elastictrainer.policies.adaptive import ADAPTIVE
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.evaluate import Metric
 from elastictrainer.runtime.interval import Interval
@@ -88,6 +89,7 @@ def configuration(
         "memory": deciding["memory"],
         "bn": deciding["bn"],
         "resting_state": deciding["resting_state"],
+        **_keeping(policy, deciding.get("keep")),
         "feedback": deciding["feedback"] and not settings.deterministic,
         "optimizer": _optimizer(optimizer, scheduled=schedule is not None),
         "scheduler": schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__,
@@ -104,6 +106,13 @@ def configuration(
         "batch_size": batch_size(loader),
         "batches_per_epoch": length(loader),
     }
+
+
+def _keeping(policy: Policy, keep: Any) -> dict[str, Any]:
+    if policy is not ADAPTIVE or keep is None:
+        return {}
+    return {"keep": keep.allowed, "views": keep.views, "keep_bytes": keep.memory_bytes, "keep_disk": keep.disk_bytes,
+            "keep_as": keep.dtype}  # fmt: skip
 
 
 def length(loader: Iterable[Any]) -> int | None:

@@ -1,0 +1,417 @@
+"""The controller of a run's budget: stages of training, each on a plan of its own, until the time is used."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastictrainer.budget import Budget, format_seconds
+from elastictrainer.data.loader import Loader
+from elastictrainer.errors import BudgetError, DataError
+from elastictrainer.policies.adaptive import ADAPTIVE, Keeping, Stage, choose_stage, head_stage, worth
+from elastictrainer.profiling.measure import LEAST_EFFORT
+from elastictrainer.profiling.trace import LossFn
+from elastictrainer.runtime.controller import Elastic
+from elastictrainer.runtime.keeper import Keeper
+from elastictrainer.runtime.kept import KeptType
+from elastictrainer.runtime.passes import Pass, pass_over
+
+__all__ = ["Adaptive", "Keep"]
+
+HEAD_PASSES = 4.0
+HEAD_SHARE = 0.5  # of the budget at most goes into the features below the head
+RECHOOSE = 0.5  # of a stage's time has passed: look whether something else would be worth more by now
+BETTER = 1.2  # times as much worth is expected of another stage before the one that stands is left for it
+WAITING_STEPS = 20  # between two looks at the clock, where looking means waiting for a device
+REBUILD = 0.7  # what the prefix alone is taken to cost beside its part of a training step, until it has been timed
+TRIED_GROUPS = 4  # groups of images from which that is learned
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How features are kept: `views` of each image, as `dtype`, up to `memory_bytes` in memory, beyond that up to
+    `disk_bytes` in a file in `folder`. `allowed=False` keeps none."""
+
+    views: int = 2
+    memory_bytes: int = 2 << 30
+    disk_bytes: int | None = None
+    dtype: KeptType = "float16"
+    allowed: bool = True
+    folder: Path | None = None
+
+
+class Adaptive(Elastic):
+    """Decides for a whole run; `et.fit(policy="adaptive")` makes one. Its parts are those of `et.Elastic`.
+
+    `allowed_s` is what training may take: a share of what `epochs` of full training would take on this machine, or, of
+    a deadline, what the end of the run leaves (`reserve_s`). It goes like this:
+
+        head       features below the output layer, once a view; that layer alone on them, for a few passes
+        stages     probe, choose the stage of the largest expected worth (policies/adaptive.py), train on it;
+                   half-way look again, and change if something else is expected to be worth a fifth more
+
+    `progress` goes from 0 to 1 with the time. With `deterministic`, time is what the profile says that steps take, so
+    that every decision comes out the same after any number of restarts.
+
+    Args:
+        loader: ours, if features are to be kept: it knows samples and views before it reads them.
+        began: when the deadline's clock started.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        *,
+        budget: str | float | Budget,
+        epochs: int,
+        loader: Any,
+        keep: Keep,
+        reserve_s: Callable[[], float] = lambda: 0.0,
+        began: float | None = None,
+        deterministic: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model, optimizer, loss_fn, budget=budget, policy=ADAPTIVE, deterministic=deterministic, feedback=False,
+            clock=clock, **options,
+        )  # fmt: skip
+        self.asked = Budget.parse(budget)
+        self.run_epochs, self.keep = epochs, keep
+        self.overhead_s["features"] = 0.0
+        self.stage: Stage | None = None
+        self.finished = False
+        self.keeper: Keeper | None = None
+        # Statistics that move with every batch make no two passes of a prefix alike.
+        if keep.allowed and isinstance(loader, Loader) and options.get("bn", "frozen") != "track":
+            self.keeper = Keeper(
+                model, loss_fn, loader,
+                views=keep.views, memory_bytes=keep.memory_bytes, disk_bytes=keep.disk_bytes, dtype=keep.dtype,
+                folder=keep.folder,
+            )  # fmt: skip
+        self._reserve_s, self._deterministic = reserve_s, deterministic
+        self._began = clock() if began is None else began
+        self._before_s, self._paused_s, self._virtual_s = 0.0, 0.0, 0.0
+        self._rebuild = REBUILD
+        self._groups: int | None = None
+        self._stage_from_s = self._stage_until_s = 0.0
+        self._rechosen = False
+        self._position: int | None = None
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> bool:
+        """Whether the budget is a time for everything, evaluation and checkpoints included."""
+        return self.asked.kind == "seconds"
+
+    @property
+    def elapsed_s(self) -> float:
+        """Of the budget, so far."""
+        if self._deterministic:
+            return self._virtual_s
+        return self._before_s + self._clock() - self._began - (0.0 if self.deadline else self._paused_s)
+
+    @property
+    def reference_s(self) -> float:
+        """What full training would take on this machine."""
+        assert self.profile is not None, "asked only after the first batch"
+        return self._steering.prices(self.profile).full_step_s * self._steering.steps_per_epoch * self.run_epochs
+
+    @property
+    def allowed_s(self) -> float:
+        if not self.deadline:
+            return self.asked.value * self.reference_s
+        return max(self.asked.value - self._reserve_s(), 1e-9)
+
+    @property
+    def progress(self) -> float:
+        """The share of the time that is used: what the learning rate follows."""
+        return min(self.elapsed_s / self.allowed_s, 1.0) if self.profile is not None else 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        return self._training_s / self.reference_s if self.profile is not None else None
+
+    @property
+    def _training_s(self) -> float:
+        return self.elapsed_s - (self._paused_s if self.deadline and not self._deterministic else 0.0)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def step_loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss to train by: from what was kept of the batch, if its features were."""
+        return self.loss_fn(model, batch) if self.keeper is None else self.keeper.loss_fn(model, batch)
+
+    def epoch(self, loader: Any) -> Iterator[Any]:
+        """The batches of one pass over the data, or as many as there is time for.
+
+        Raises:
+            DataError: the loader gave no batch at all.
+            BudgetError: the time is too short for anything.
+        """
+        self._steering.steps_per_epoch = len(loader)
+        data = pass_over(loader, position=self._position, clock=self._clock)
+        if not data.more and not self._position:
+            raise DataError("the loader gave no batch; an epoch of nothing would train nothing")
+        if self.stage is not None:
+            self.finished = self.elapsed_s >= self.allowed_s
+            if self._applied is None:  # loaded from a state, and not yet on the model
+                self._stand()
+                self._begin_keeping(data)
+            self._fill()
+        while data.more and not self.finished:
+            self._decide(data)
+            for batch in data.batches(self.keeper if self.stage is not None and self.stage.kept else None):
+                # Counted when handed out: a state taken in the loop's body, after the step, is then up to date.
+                assert self.stage is not None
+                self.steps += 1
+                self._epoch_step += 1
+                self._position = data.position
+                self.history[-1]["steps"] += 1
+                self._virtual_s += self.stage.step_s
+                yield batch
+                if self._device.type == "cpu" or self.steps % WAITING_STEPS == 0:
+                    self._now()  # waits for a device, so that the clock tells what has been done, not what was asked
+                    self.finished = self.elapsed_s >= self.allowed_s
+                    if self.finished or self._stage_is_over():
+                        break
+        self.epochs += 1
+        self._epoch_step, self._position = 0, None
+
+    def _stage_is_over(self) -> bool:
+        if self.history[-1]["reason"] == "head":
+            return self.history[-1]["steps"] >= HEAD_PASSES * self._steering.steps_per_epoch or self._past(1.0)
+        return not self._rechosen and self._past(RECHOOSE)
+
+    def _past(self, share: float) -> bool:
+        return self.elapsed_s >= self._stage_from_s + share * (self._stage_until_s - self._stage_from_s)
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def _decide(self, data: Pass) -> None:
+        """Begin the first stage; the next one when a stage is over; otherwise nothing."""
+        if self.stage is not None and not self._stage_is_over():
+            return
+        with self._around():
+            if self.stage is None:
+                batches = data.peek(1)
+                self._price(batches[0])
+                self._refuse_if_too_little()
+                if self._begin_head(data):
+                    return
+            self._begin_next(data)
+
+    def _refuse_if_too_little(self) -> None:
+        """What has been used to find out what a step costs must leave time for the cheapest steps."""
+        assert self.profile is not None
+        floor_s = self.profile.with_kept_prefix(rebuilt=0.0).floor_s
+        if self.elapsed_s + 10 * floor_s < self.allowed_s:
+            return
+        least_s = 2 * (self.elapsed_s + 10 * floor_s) + (self._reserve_s() if self.deadline else 0.0)
+        least = least_s if self.deadline else least_s / self.reference_s
+        shown = format_seconds(math.ceil(least_s)) if self.deadline else f"{math.ceil(least * 1e3) / 1e3:g}x"
+        raise BudgetError(
+            f"budget {self.asked} leaves no time to train: finding out what a step costs took "
+            f"{format_seconds(self.elapsed_s)} of {format_seconds(self.allowed_s)}; try {shown}",
+            least=least,
+        )
+
+    def _begin_head(self, data: Pass) -> bool:
+        """The output layer on kept features, if this model and loader let features be kept."""
+        if self.keeper is None:
+            return False
+        assert self.profile is not None
+        stage = head_stage(self._prices, self._keeping, pin=self.pin, memory=self.memory, passes=HEAD_PASSES)
+        self._enter(stage, data, reason="head", until_s=self.elapsed_s + HEAD_SHARE * self._left_s)
+        if self.stage is not None and self.stage.kept:
+            return True
+        self.stage = None
+        return False
+
+    def _begin_next(self, data: Pass) -> None:
+        scores = self._probe(data.peek(self.probe_batches))
+        assert scores is not None, "the policy needs scores"
+        before = self.stage
+        with self._charge("select"):
+            stage = choose_stage(
+                self._prices, scores, left_s=self._left_s, steps_per_pass=self._steps_per_pass,
+                keeping=self._keeping if self.keeper is not None and not self._hopeless else None,
+                pin=self.pin, memory=self.memory,
+            )  # fmt: skip
+        self.scores = scores
+        if before is not None and self.history[-1]["reason"] != "head":
+            self._rechosen = True
+            passes = self._left_s / (self._steps_per_pass * before.step_s)
+            if stage.plan.id == before.plan.id or stage.worth < BETTER * worth(before.plan, scores, passes):
+                return
+        first = before is None or self.history[-1]["reason"] == "head"
+        self._enter(stage, data, reason="stage" if first else "better", until_s=self.allowed_s)
+        self._rechosen = not first
+
+    @property
+    def _prices(self) -> Any:
+        assert self.profile is not None
+        return self._steering.prices(self.profile)
+
+    @property
+    def _keeping(self) -> Keeping:
+        return Keeping(views=self.keep.views, rebuild=self._rebuild)
+
+    @property
+    def _left_s(self) -> float:
+        return max(self.allowed_s - self.elapsed_s, 0.0)
+
+    @property
+    def _steps_per_pass(self) -> int:
+        """Over the samples whose features there was time to keep."""
+        share = 1.0 if self._groups is None or self.keeper is None else self._groups / self.keeper.groups
+        return max(1, round(share * self._steering.steps_per_epoch))
+
+    @property
+    def _hopeless(self) -> bool:
+        """Something about the model, not about a plan, forbids keeping."""
+        assert self.keeper is not None
+        return self.keeper.hopeless
+
+    def _enter(self, stage: Stage, data: Pass, *, reason: str, until_s: float) -> None:
+        self._stage_from_s, self._stage_until_s = self.elapsed_s, until_s
+        self.stage = stage
+        self._adopt(stage.plan, reason=reason)
+        if stage.kept:
+            self._begin_keeping(data)
+            self._fill()
+
+    def _begin_keeping(self, data: Pass) -> None:
+        if self.keeper is None or self.stage is None or not self.stage.kept:
+            return
+        with self._charge("features"):
+            self.keeper.stand(data.peek(1)[0])
+        if not self.keeper.active:  # this plan cannot be had without its prefix, so its steps cost what they cost
+            self.stage = Stage(self.stage.plan, False, self.stage.passes, self.stage.plan.step_s, self.stage.worth)
+
+    def _fill(self) -> None:
+        """Features for the epoch that begins, of as many samples as the stage has time for."""
+        if self.keeper is None or not self.keeper.active or self.stage is None or not self.stage.kept:
+            return
+        keeper, start = self.keeper, self._now()
+        with self._charge("features"):
+            done = keeper.fill(self.epochs, groups=TRIED_GROUPS)
+            if done and not self._deterministic:
+                self._learn_rebuild((self._now() - start) / done)
+            if self._groups is None:
+                affordable = int(HEAD_SHARE * self._left_s / max(self._group_s, 1e-12))
+                self._groups = min(max(affordable, TRIED_GROUPS), keeper.groups)
+            keeper.fill(
+                self.epochs, first=TRIED_GROUPS, groups=self._groups - TRIED_GROUPS,
+                going_on=lambda: self._deterministic or self.elapsed_s < self.allowed_s,
+            )  # fmt: skip
+
+    @property
+    def _prefix_s(self) -> float:
+        """The prefix's part of a training step's forward pass, by the profile."""
+        assert self.stage is not None
+        graph = self._prices.graph
+        reached = graph.reached(graph.indices(self.stage.plan.trainable))
+        return max(float(lane.forward_s[~reached].sum()) for lane in self._prices.lanes)
+
+    @property
+    def _group_s(self) -> float:
+        assert self.keeper is not None
+        batches = self.keeper.group_size / self.keeper.loader.batch_size
+        return self._rebuild * self._prefix_s * batches
+
+    def _learn_rebuild(self, image_s: float) -> None:
+        assert self.keeper is not None
+        if self._prefix_s > 0:
+            self._rebuild = image_s * self.keeper.loader.batch_size / self._prefix_s
+
+    # -- what others read ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Work inside is not training; it is charged to a deadline, and to no other budget."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._paused_s += self._now() - start
+
+    def undo(self) -> None:
+        super().undo()
+        if self.keeper is not None:
+            self.keeper.release()
+
+    def _effort(self) -> int:
+        # Half a percent of the run, as ever; of a deadline it is not known yet how many steps that would be.
+        return LEAST_EFFORT if self.deadline else super()._effort()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """As of `Elastic`, with the run as the measure: `measured_ratio` is the time that training took, deciding and
+        building included, over that of `epochs` of full training."""
+        assert self.profile is not None
+        # Operations are counted in a pause (`fit`), which is no part of the training's time.
+        deciding_s = sum(seconds for part, seconds in self.overhead_s.items() if part != "flops")
+        steps_s = max(self._training_s - deciding_s, 0.0)
+        whole_s = self.reference_s
+        return {
+            "policy": self.policy.name,
+            "importance": self.importance.name,
+            "budget": str(self.asked),
+            "steps": self.steps,
+            "spent_s": steps_s,
+            "full_step_s": self._prices.full_step_s,
+            "step_s": steps_s / self.steps if self.steps else None,
+            "predicted_ratio": self._virtual_s / whole_s,
+            "measured_ratio": self._training_s / whole_s,
+            "machine": self._steering.pace.machine,
+            "compilations": self._compilations.count(),
+            "overhead_s": dict(self.overhead_s),
+            "plans": [dict(event) for event in self.history],
+            "features": None if self.keeper is None else self.keeper.account(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `Elastic`, and where the course stands."""
+        stage = self.stage
+        return super().state_dict() | {
+            "course": {
+                "elapsed_s": self.elapsed_s,
+                "virtual_s": self._virtual_s,
+                "paused_s": self._paused_s if self.deadline else 0.0,
+                "stage": None if stage is None else [stage.kept, stage.passes, stage.step_s, stage.worth],
+                "from_s": self._stage_from_s,
+                "until_s": self._stage_until_s,
+                "rechosen": self._rechosen,
+                "rebuild": self._rebuild,
+                "groups": self._groups,
+                "position": self._position,
+                "finished": self.finished,
+            }
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        course = state["course"]
+        self._before_s, self._virtual_s = course["elapsed_s"], course["virtual_s"]
+        self._began = self._clock()
+        self._paused_s = course["paused_s"]
+        if not self.deadline:
+            self._paused_s = 0.0
+        if course["stage"] is not None and self.plan is not None:
+            kept, passes, step_s, expected = course["stage"]
+            self.stage = Stage(self.plan, kept, passes, step_s, expected)
+        self._stage_from_s, self._stage_until_s = course["from_s"], course["until_s"]
+        self._rechosen, self._rebuild, self._groups = course["rechosen"], course["rebuild"], course["groups"]
+        self._position, self.finished = course["position"], course["finished"]
