@@ -10,8 +10,10 @@ in the same process; the ratio is of the two sums of seconds, so a busy machine 
 memory: the allocator's peak over a run at 0.5x against that of full training, everything in the process counted.
 
 accuracy: 12 epochs at batch 4. The learning rate of each method is the best on validation of one grid, tried for a
-third of the epochs with seed 0; then three seeds at that rate, judged once on test. Plans rest on one profile that was
-taken with the machine to itself (feedback off), so runs may share the GPU; seconds come from the budget suite.
+third of the epochs with seed 0; then three seeds at that rate, judged once on test. A rate that diverges is the worst.
+Plans rest on one profile that was taken with the machine to itself (feedback off), so runs may share the GPU: `train_s`
+are the seconds that they really took, `jobs` at a time; `alone_s` are those of their steps by the profile's prices, as
+if each had had the machine to itself. How right such prices are is the budget suite's to say.
 """
 
 from __future__ import annotations
@@ -215,46 +217,44 @@ def accuracy_suite(args: argparse.Namespace) -> None:
         trial = max(1, args.epochs // 3)
         cells = [cell(name, m, lr, 0, trial, args) for m in METHODS for lr in rates]
         run_cells(cells, args)
-        best = {}
-        for method in METHODS:
-            tried = {c["lr"]: outcome(c)["accuracy"]["per_epoch"][-1] for c in cells if c["method"] == method}
-            best[method] = max(tried, key=lambda lr: tried[lr])
+        best = {method: best_rate(cells, method) for method in METHODS}
         finals = [cell(name, m, best[m], seed, args.epochs, args) for seed in range(args.seeds) for m in METHODS]
         run_cells(finals, args)
-        rows = []
-        for c in [*cells, *finals]:
-            made = outcome(c)
-            if made is None:
-                continue
-            stage = "final" if c["epochs"] == args.epochs else "rate"
-            rows.append(
-                {
-                    "model": name,
-                    "data": args.data.name,
-                    "stage": stage,
-                    "method": c["method"],
-                    "lr": c["lr"],
-                    "seed": c["seed"],
-                }
-                | {
-                    "epochs": c["epochs"],
-                    "batch": args.batch_size,
-                    "steps": made["steps"],
-                    "best_epoch": made["best_epoch"],
-                }
-                | {"val_accuracy": max(made["accuracy"]["per_epoch"]), "predicted_ratio": made["predicted_ratio"]}
-                | {"test_accuracy": made["accuracy"]["final"] if stage == "final" else ""}
-                | where(args.device)
-            )
+        rows = [accuracy_row(name, c, args) for c in [*cells, *finals]]
         write_csv(args.out / f"elastic_accuracy_{args.data.name}_{name}.csv", rows)
         for method in METHODS:
-            got = [r["test_accuracy"] for r in rows if r["method"] == method and r["stage"] == "final"]
+            last = [r for r in rows if r["method"] == method and r["stage"] == "final"]
+            got = [r["test_accuracy"] for r in last if not r["diverged"]]
             if got:
                 spread = statistics.stdev(got) if len(got) > 1 else 0.0
-                mean = statistics.mean(got)
+                seconds = statistics.mean(r["alone_s"] for r in last if not r["diverged"])
                 print(
-                    f"{args.data.name} {name} {method}: {mean:.4f} +- {spread:.4f} of {len(got)}, lr {best[method]:g}"
+                    f"{args.data.name} {name} {method}: {statistics.mean(got):.4f} +- {spread:.4f} of {len(got)}, "
+                    f"{seconds:.0f} s, lr {best[method]:g}"
                 )
+            if len(got) < len(last):
+                print(f"{args.data.name} {name} {method}: {len(last) - len(got)} of {len(last)} diverged")
+
+
+def best_rate(cells: list[dict[str, Any]], method: str) -> float:
+    """The learning rate of the best validation accuracy at its trial's end; one that diverged comes last."""
+    tried = {c["lr"]: outcome(c) for c in cells if c["method"] == method}
+    return max(tried, key=lambda lr: -1.0 if "diverged" in tried[lr] else tried[lr]["accuracy"]["per_epoch"][-1])
+
+
+def accuracy_row(name: str, c: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    made = outcome(c)
+    stage = "final" if c["epochs"] == args.epochs else "rate"
+    row = {"model": name, "data": args.data.name, "stage": stage, "method": c["method"], "lr": c["lr"]}
+    row |= {"seed": c["seed"], "epochs": c["epochs"], "batch": args.batch_size, "jobs": args.jobs}
+    row |= {"diverged": made.get("diverged", "")}
+    if not row["diverged"]:
+        row |= {"steps": made["steps"], "best_epoch": made["best_epoch"], "predicted_ratio": made["predicted_ratio"]}
+        row |= {"train_s": made["train_s"], "eval_s": made["eval_s"]}
+        row |= {"alone_s": sum(plan["steps"] * plan["predicted_step_s"] for plan in made["plans"])}
+        row |= {"val_accuracy": max(made["accuracy"]["per_epoch"])}
+        row |= {"test_accuracy": made["accuracy"]["final"] if stage == "final" else ""}
+    return row | where(args.device)
 
 
 def cell(model: str, method: str, lr: float, seed: int, epochs: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -263,15 +263,24 @@ def cell(model: str, method: str, lr: float, seed: int, epochs: int, args: argpa
 
 
 def outcome(c: dict[str, Any]) -> Any:
-    path = Path(c["folder"]) / "result.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    """What a cell has come to: its result, or that it diverged; None while it has to be run."""
+    for name in ("result.json", "diverged.json"):
+        path = Path(c["folder"]) / name
+        if path.exists():
+            return json.loads(path.read_text())
+    return None
 
 
 def run_cells(cells: list[dict[str, Any]], args: argparse.Namespace) -> None:
     waiting = [c for c in cells if outcome(c) is None]
     running: list[subprocess.Popen[bytes]] = []
     while waiting or running:
+        failed = [p for p in running if p.poll()]
         running = [p for p in running if p.poll() is None]
+        if failed:
+            for process in running:
+                process.terminate()
+            sys.exit(f"a run failed (its error is above): {failed[0].args[4]}")  # type: ignore[index]
         if time.monotonic() > args.until:
             for process in running:
                 process.terminate()
@@ -305,24 +314,30 @@ def cell_suite(args: argparse.Namespace) -> None:
     )
     model = loaded.model.to(device)
     policy, asked = METHODS[c["method"]]
-    et.fit(
-        model,
-        sgd(model, c["lr"]),
-        loss_fn,
-        data.train,
-        epochs=c["epochs"],
-        policy=policy,
-        budget=asked,
-        feedback=False,
-        profile=args.runs / f"{c['model']}.profile.json",
-        val_loader=data.val,
-        test_loader=data.test if c["epochs"] == args.epochs else None,
-        out=c["folder"],
-        resume=True,
-        seed=c["seed"],
-        progress=False,
-        checkpoint_every="1h",
-    )
+    try:
+        et.fit(
+            model,
+            sgd(model, c["lr"]),
+            loss_fn,
+            data.train,
+            epochs=c["epochs"],
+            policy=policy,
+            budget=asked,
+            feedback=False,
+            profile=args.runs / f"{c['model']}.profile.json",
+            val_loader=data.val,
+            test_loader=data.test if c["epochs"] == args.epochs else None,
+            out=c["folder"],
+            resume=True,
+            seed=c["seed"],
+            progress=False,
+            checkpoint_every="1h",
+        )
+    except et.TrainingError as error:
+        if "out of memory" in str(error):
+            raise
+        # Written down, so that it is an outcome like any other and not tried again.
+        (Path(c["folder"]) / "diverged.json").write_text(json.dumps({"diverged": str(error)}))
 
 
 def main() -> None:

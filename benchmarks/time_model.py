@@ -59,6 +59,16 @@ def chain_prediction(profile: et.Profile, model: nn.Module, names: list[str]) ->
     return profile.full_step_s * (1 / 3 + 2 / 3 * (own + pass_s[:deepest].sum()) / backward)
 
 
+def call_s(profile: et.Profile, plan: list[str]) -> float:
+    """What asking the price of a plan takes: the median of some calls."""
+    seconds = []
+    for _ in range(9):
+        start = time.perf_counter()
+        profile.step_s(plan)
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
+
+
 def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
@@ -137,6 +147,7 @@ def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
         "full_step_s": full_s,
         "full_predicted": profile.full_step_s / full_s - 1,
         "profile_steps": profile_s / full_s,
+        "step_s_us": 1e6 * float(np.median([call_s(profile, plan) for plan in plans])),
         "lane": max(profile.lanes, key=lambda lane: lane.fixed_s + lane.reach_s.sum() + lane.train_s.sum()).name,
     }
     if device.type == "cuda":
@@ -190,7 +201,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     here = where(args.device)
     rows, summaries = [], []
-    tag = f"{args.device}_t{args.threads}_b{args.batch_size}_{args.autocast}"
+    tag = f"{args.device}_t{args.threads}_b{args.batch_size}_{args.image_size}px_{args.autocast}"
     for name in args.models.split(","):
         plans, summary = run_case(CASES[name], args)
         rows += [row | here | {"seed": args.seed} for row in plans]
@@ -209,6 +220,7 @@ def main() -> None:
         "stated_p95",
         "full_predicted",
         "profile_steps",
+        "step_s_us",
         "lane",
     ]
     print_table(summaries, columns + (["memory_median", "memory_p95"] if args.device == "cuda" else []))

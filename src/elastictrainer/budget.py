@@ -44,13 +44,13 @@ class Budget:
         if isinstance(text, Budget):
             return text
         if isinstance(text, (int, float)) and not isinstance(text, bool):
-            return cls("ratio", float(text))
+            return cls._share(float(text))
         if not isinstance(text, str):
             raise ConfigError(f"budget {text!r} is a {type(text).__name__}; write for example '0.5x' or '30min'")
         body = text.strip().lower()
         number = body.removesuffix("x").strip()
         try:
-            return cls("ratio", float(number))
+            return cls._share(float(number))
         except ConfigError:
             raise
         except ValueError:
@@ -59,6 +59,16 @@ class Budget:
             return cls("seconds", parse_seconds(text))
         except ConfigError as error:
             raise ConfigError(f"budget {text!r} is neither a share ('0.5x') nor a time ('30min', '12ms')") from error
+
+    @classmethod
+    def _share(cls, value: float) -> Budget:
+        """A share of full training; more than all of it would train everything, and means a unit forgotten."""
+        if math.isfinite(value) and value > 1:
+            raise ConfigError(
+                f"budget {value:g} would be {value:g} times full training, which is everything; "
+                f"write a share up to 1 such as '0.3x', or a time with its unit: '{value:g}s', '{value:g}min'"
+            )
+        return cls("ratio", value)
 
     def seconds(self, full_s: float) -> float:
         """The budget in seconds, given what everything trained would take."""

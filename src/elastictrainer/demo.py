@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from elastictrainer.cli.output import Output
 from elastictrainer.errors import ElasticTrainerError
+from elastictrainer.report import write_comparison
 
 if TYPE_CHECKING:
     from elastictrainer.runtime.result import Result
@@ -34,7 +35,7 @@ def main() -> int:
     try:
         full = _train("full", folder)
         elastic = _train("elastic", folder)
-        report = _report(folder, ("full", "elastic"))
+        report = write_comparison([folder / "full", folder / "elastic"], folder / "report.html")
     except KeyboardInterrupt:
         print("elastictrainer: interrupted", file=sys.stderr)
         return 130
@@ -77,14 +78,6 @@ def _train(policy: str, folder: Path) -> Result:
         cache=folder / "profiles",
         out=folder / policy,
     )
-
-
-def _report(folder: Path, runs: tuple[str, ...]) -> Path:
-    from elastictrainer.report import write_comparison, write_report
-
-    for run in runs:
-        write_report(folder / run)
-    return write_comparison([folder / run for run in runs], folder / "report.html")
 
 
 def _row(name: str, result: Result) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -32,6 +33,11 @@ def test_what_is_missing_comes_with_what_to_install(monkeypatch):
     assert lines["extra vision"].status == "missing"
     assert lines["extra vision"].found == "without timm"
     assert lines["extra vision"].advice == "pip install 'elastictrainer[vision]'"
+
+
+def test_a_system_that_does_not_tell_its_memory_is_no_failure(monkeypatch):
+    monkeypatch.delattr(os, "sysconf")  # as on Windows
+    assert doctor._memory().status == "missing"
 
 
 def test_a_device_that_is_not_there_is_wrong_use(main):

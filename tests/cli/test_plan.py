@@ -67,6 +67,17 @@ def test_why_by_tensor_and_out(main: Run, files: tuple[Path, Path, Profile, dict
     assert name in json.loads(main(*arguments, "--json")[1])["why"]
 
 
+def test_out_is_replaced_and_the_help_says_so(
+    main: Run, files: tuple[Path, Path, Profile, dict[str, float]], tmp_path: Path
+) -> None:
+    target = tmp_path / "plan.json"
+    target.write_text("older")
+    assert main("plan", "--profile", files[0], "--budget", "0.8x", "--out", target)[0] == 0
+    assert Plan.from_json(target.read_text())
+    for verb, said in (("plan", "is replaced"), ("profile", "is replaced"), ("train", "never overwritten")):
+        assert said in " ".join(main(verb, "--help")[1].split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -39,6 +40,21 @@ def test_the_table_holds_every_tensor_and_every_second(path, by):
     assert sum(row.forward_s for row in rows) == pytest.approx(lane.forward_s.sum())
 
 
+def test_the_picture_has_every_block_and_every_second(tmp_path):
+    files = tmp_path / "cost.svg", tmp_path / "p.json"
+    assert main([*ARGUMENTS, "--picture", str(files[0]), "--out", str(files[1])]) == 0
+    profile, root = Profile.load(files[1]), ElementTree.parse(files[0]).getroot()
+    rows = table(profile, "blocks")
+    svg = "{http://www.w3.org/2000/svg}"
+    titles = [title.text for title in root.iter(f"{svg}title")]
+    assert [row.name for row in rows if row.train_s][::-1] == [t.split(",")[0] for t in titles if "training its" in t]
+    heights = [float(bar.attrib["height"]) for bar in root.iter(f"{svg}rect") if bar.find(f"{svg}title") is not None]
+    tallest = max(row.forward_s + row.reach_s + row.train_s for row in rows)
+    seconds = sum(row.forward_s + row.reach_s + row.train_s for row in rows)
+    assert sum(heights) == pytest.approx(300 * seconds / tallest, rel=0.01)
+    assert "prefers-color-scheme: dark" in files[0].read_text()
+
+
 def test_json_is_the_profile_and_nothing_else(capsys):
     assert main([*ARGUMENTS, "--json"]) == 0
     assert Profile.from_dict(json.loads(capsys.readouterr().out)).names
@@ -55,4 +71,4 @@ def test_sorted_and_cut_as_asked(capsys):
 def test_an_unwritable_file_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([*ARGUMENTS, "--out", str(tmp_path / "file" / "p.json")]) == 1
-    assert "cannot write the profile" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err

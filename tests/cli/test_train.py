@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -58,11 +62,69 @@ def test_a_run_from_nothing_to_a_result(main: Run, options: list[Any], tmp_path:
     assert json.loads(printed) == document
 
 
+@pytest.fixture
+def _torch_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_torch_as_before")
+def test_the_config_of_a_run_asks_for_the_same_again(main: Run, options: list[Any], tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    given = [*options, "--pin", "head", "--pin", "layer4.*", "--deterministic", "--policy", "full", "--threads", 1]
+    assert main(*given, "--out", first)[0] == 0
+    code, printed, complaint = main("train", "--config", first / "config.yaml", "--out", tmp_path / "again", "--json")
+    assert code == 0, complaint
+    kept = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "again")]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    again = json.loads(printed)["config"]
+    before = yaml.safe_load((first / "config.yaml").read_text())
+    assert again == {key: value for key, value in before.items() if key != "environment"}
+    assert not {"out", "resume", "json"} & before["command"].keys()
+
+    assert main("train", "--config", first / "config.yaml", "--out", tmp_path / "other", "--seed", 1)[0] == 0
+    assert json.loads((tmp_path / "other" / "result.json").read_text())["seed"] == 1
+    # What only says how to compute may be another one when the run goes on.
+    assert main(*given, "--threads", 2, "--out", first, "--resume")[0] == 0
+
+
+def test_the_config_of_a_run_made_in_python_is_no_command(main: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: small\nenvironment: {torch: '2'}\n")
+    code, _, complaint = main("train", "--config", tmp_path / "config.yaml")
+    assert code == 2
+    assert "made from Python" in complaint
+
+
 def test_a_budget_below_the_floor_is_one_line(main: Run, options: list[Any], tmp_path: Path) -> None:
     code, _, complaint = main(*options, "--out", tmp_path / "run", "--budget", "0.01x")
     assert code == 1
     assert complaint.rstrip().count("\n") == 0
     assert "least" in complaint
+
+
+def test_how_images_are_varied_and_divided_can_be_said(
+    main: Run, options: list[Any], folder: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(folder / "val")
+    asked = ["--augment", "flip,zoom", "--val-share", "0.25", "--epochs", 1, "--policy", "full"]
+    code, printed, complaint = main(*options, *asked, "--out", tmp_path / "run", "--json")
+    assert code == 0, complaint
+    config = json.loads(printed)["config"]
+    assert config["augment"] == "flip,zoom"
+    assert config["split"] == {
+        "train": 18,
+        "val": 6,
+        "test": 8,
+        "val_from_train": True,
+        "val_share": 0.25,
+        "split_seed": 0,
+    }
+    for wrong in (["--augment", "crop,zoom"], ["--val-share", "1.5"]):
+        code, _, complaint = main(*options, *wrong)
+        assert code == 2
+        assert wrong[0] in complaint
 
 
 def test_resume_needs_a_folder(main: Run, options: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections import OrderedDict
@@ -47,6 +48,26 @@ def test_a_command_line_on_a_page_is_one_that_exists(page, words):
     known = {spelling for option in verbs[words[0]].params for spelling in option.opts}
     used = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert used <= known | {"--help"}, f"{page}: elastictrainer {words[0]} has no {', '.join(sorted(used - known))}"
+
+
+def documented() -> list[Any]:
+    """What the reference shows: the modules that its pages name, and their public members or the ones listed."""
+    found = []
+    shown = re.compile(r"^::: (\S+)(?:\n    options: \{ members: \[(.*)\] \})?$", re.MULTILINE)
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for path, listed in shown.findall(page.read_text(encoding="utf-8")):
+            module = importlib.import_module(path)
+            members = listed.split(", ") if listed else getattr(module, "__all__", ())
+            found += [module, *(getattr(module, name) for name in members)]
+    return found
+
+
+def test_everything_public_is_in_the_reference():
+    import elastictrainer as et
+
+    shown = documented()
+    public = {name: getattr(et, name) for name in et.__all__ if name != "__version__"}
+    assert not [name for name, thing in public.items() if not any(thing is found for found in shown)]
 
 
 def surroundings() -> dict[str, Any]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections import UserDict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import elastictrainer as et
 from elastictrainer.errors import ProfileError
 from elastictrainer.profiling.cache import Cache, describe
+from elastictrainer.profiling.fingerprint import code, shapes
 from tests.zoo import ZOO, classify
 
 
@@ -67,6 +78,122 @@ def test_autocast_inside_the_loss_function_is_seen():
     assert _describe(model, batch, loss_fn=with_dtype(torch.bfloat16)) != _describe(
         model, batch, loss_fn=with_dtype(torch.float16)
     )
+
+
+@dataclass
+class Held:
+    tokens: Tensor
+    label: str = "a"
+
+
+@dataclass(slots=True)
+class Slotted:
+    inner: Held
+
+
+class Graphs:
+    """Like a batch of PyTorch Geometric: everything in a private store."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._store = UserDict({"x": tokens})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tokens: UserDict(input_ids=tokens),
+        Held,
+        lambda tokens: Slotted(Held(tokens)),
+        Graphs,
+        lambda tokens: {"of": [(tokens.numpy(), 1)]},
+        lambda tokens: {"ids": tokens.to_sparse()},
+        lambda tokens: SimpleNamespace(length=tokens.shape[1]),
+    ],
+)
+def test_whatever_holds_the_tensors_of_a_batch_their_shapes_are_seen(make):
+    short, again, long = (shapes(make(torch.ones(2, length))) for length in (128, 128, 512))
+    assert short == again == json.loads(json.dumps(short))
+    assert short != long
+
+
+def test_the_names_of_samples_do_not_matter():
+    assert shapes(Held(torch.ones(2), "a")) == shapes(Held(torch.ones(2), "b"))
+
+
+def with_dtype(model, batch, *, dtype=None, also=()):
+    with torch.autocast("cpu", dtype=dtype or torch.float16, enabled=dtype is not None):
+        return classify(model, batch)
+
+
+class Loss:
+    """Settings in an object of an object, and a method of its own as the loss."""
+
+    def __init__(self, amp):
+        self.settings = SimpleNamespace(amp=amp)
+
+    def __call__(self, model, batch):
+        return with_dtype(model, batch, dtype=torch.bfloat16 if self.settings.amp else None)
+
+    def method(self, model, batch):
+        return self(model, batch)
+
+
+AMP = False
+
+
+def by_global(model, batch):
+    inner = lambda: with_dtype(model, batch, dtype=torch.bfloat16 if AMP else None)  # noqa: E731
+    return inner()
+
+
+def by_module(model, batch):
+    return with_dtype(model, batch, dtype=torch.bfloat16 if settings.AMP else None)
+
+
+def calls_another(model, batch):
+    return by_global(model, batch)
+
+
+settings = ModuleType("settings")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda amp: partial(with_dtype, dtype=torch.bfloat16 if amp else None),
+        lambda amp: partial(partial(with_dtype, also=(1, 2)), also=(1, 2, amp)),
+        Loss,
+        lambda amp: Loss(amp).method,
+        lambda amp: lambda model, batch: Loss(amp)(model, batch),
+        lambda amp: nn.CrossEntropyLoss(label_smoothing=0.1 * amp),
+        lambda amp: by_global,
+        lambda amp: by_module,
+        lambda amp: calls_another,
+    ],
+    ids=["partial", "nested partial", "object", "method", "closure", "module", "global", "settings", "called"],
+)
+def test_wherever_the_switch_of_autocast_is_it_is_seen(make, monkeypatch):
+    found = []
+    for amp in (False, False, True):
+        monkeypatch.setitem(globals(), "AMP", amp)
+        monkeypatch.setattr(settings, "AMP", amp, raising=False)
+        found.append(code(make(amp)))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_key_of_a_loss_function_is_the_same_in_another_process():
+    script = (
+        "from tests.profiling.test_cache import *\n"
+        "print(code(Loss(True).method), code(by_global), code(partial(with_dtype, also={'a', 'b', 'c'})))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": str(salt)},
+            cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+        ).stdout
+        for salt in (1, 2)
+    }  # fmt: skip
+    assert len(printed) == 1
 
 
 def test_a_damaged_entry_is_taken_again(tmp_path):

@@ -141,6 +141,26 @@ def test_a_graph_that_changes_between_passes_is_refused():
         traced.locate(loss_fn(model, batch))
 
 
+@pytest.mark.parametrize(("first", "named"), [(True, "1"), (False, "0")], ids=["gone", "new"])
+def test_what_changes_between_passes_is_named(first, named):
+    class Skipped(nn.Module):
+        """A residual block that is there every other time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.there = nn.Linear(6, 6), not first
+
+        def forward(self, x):
+            self.there = not self.there
+            return x + self.inner(x) if self.there else x
+
+    model = nn.Sequential(nn.Linear(6, 6), Skipped(), nn.Linear(6, 3))
+    model, batch, loss_fn = case = _vectors(model)
+    traced = _trace(case)
+    with pytest.raises(ProfileError, match=f"first in '{named}' or right after it"):
+        traced.locate(loss_fn(model, batch))
+
+
 def test_wrong_losses_are_refused_in_words():
     model, batch, _ = _vectors(nn.Linear(6, 3))
     for loss_fn, message in [

@@ -70,6 +70,19 @@ def test_two_generations_are_kept_and_files_they_refer_to(tmp_path: Path) -> Non
     assert {p.name for p in tmp_path.glob("best-*")} == {"best-3.safetensors", "best-4.safetensors"}
 
 
+def test_a_damaged_older_generation_is_no_obstacle_and_what_it_may_need_stays(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for epoch in range(2):
+        checkpoint.save_tensors({"w": torch.ones(1)}, tmp_path / f"best-{epoch}.safetensors")
+        newest = checkpoints.save({"epoch": epoch}, refers_to=[f"best-{epoch}.safetensors"])
+    (newest / "manifest.json").write_text("{")
+    checkpoints.save({"epoch": 2}, refers_to=["best-1.safetensors"])
+    assert (tmp_path / "best-0.safetensors").exists()  # nobody knows whether the damaged one needs it
+    checkpoints.save({"epoch": 3}, refers_to=["best-1.safetensors"])
+    assert [path.name for path in tmp_path.glob("best-*")] == ["best-1.safetensors"]
+    assert (checkpoints.load() or {})["epoch"] == 3
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: nothing handles it, and nothing is cleaned up."""
 

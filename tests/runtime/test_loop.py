@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import pty
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,10 @@ from elastictrainer.runtime.evaluate import evaluate, top1
 from elastictrainer.runtime.loop import fit
 from elastictrainer.runtime.optimizers import make_optimizer
 from elastictrainer.runtime.result import Result
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing handles it, and nothing is cleaned up."""
 
 
 def run(out: Path | None = None, *, model: nn.Module | None = None, optimizer: str = "sgd", **options: Any) -> Result:
@@ -50,6 +59,7 @@ def test_the_run_folder_is_what_the_design_says(tmp_path: Path) -> None:
     names = {path.name for path in out.iterdir()}
     assert names >= {
         "config.yaml", "metrics.jsonl", "plans.jsonl", "profile.json", "result.json", "model.safetensors", "checkpoint",
+        "report.html",
     }  # fmt: skip
     document = json.loads((out / "result.json").read_text())
     assert document.keys() >= {
@@ -149,6 +159,21 @@ def test_a_time_for_the_whole_run_is_shared_out_among_its_steps() -> None:
     assert max(plan["predicted_ratio"] for plan in result.plans) > 0.5
 
 
+def test_the_step_that_flops_are_counted_on_is_in_the_account() -> None:
+    model = small_net()
+    machine = Machine(chain_profile(model))
+    result = run(
+        model=model, profile=machine.profile, loss_fn=machine.loss_fn, clock=machine.clock, policy="random",
+        budget="0.7x", deterministic=True,
+    )  # fmt: skip
+    plans = {plan["id"] for plan in result.plans}
+    assert len(plans) > 1
+    assert result.overhead_s["flops"] == pytest.approx(len(plans) * machine.profile.forward_s)
+    assert result.train_s == pytest.approx(
+        sum(plan["spent_s"] for plan in result.plans) + sum(result.overhead_s.values())
+    )
+
+
 def test_accumulation_is_a_larger_batch() -> None:
     data = batches(6, size=4)
     pairs = [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in zip(data[::2], data[1::2])]
@@ -217,6 +242,102 @@ def test_a_plain_data_loader() -> None:
     assert result.steps == 3 * 7
 
 
+class ThirdParty(torch.optim.Optimizer):
+    """As others write them: state in a list of its own kind, a setting outside the groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.least_norm = 0.1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.3)
+                    p.sub_(mean / mean.norm().clamp(min=self.least_norm), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_an_optimizer_of_a_third_party(tmp_path: Path, profiled: bool) -> None:
+    prices = chain_profile(small_net()) if profiled else None
+    options: dict[str, Any] = {
+        "epochs": 4, "interval": 1, "profile": prices, "budget": "0.6x" if profiled else "1x", "deterministic": True,
+        "progress": False, "val_loader": batches(5, seed=1),
+    }  # fmt: skip
+    whole, model = small_net(), small_net()
+    result = fit(whole, ThirdParty(whole.parameters(), lr=0.05), cross_entropy, batches(12), **options)
+    assert result.config["optimizer"]["name"] == "ThirdParty"
+    assert result.plans[0]["reason"] == "first"
+    assert result.loss["per_epoch"][-1] < result.loss["per_epoch"][0]
+    if profiled:
+        with pytest.raises(KeyboardInterrupt):
+            fit(
+                model, ThirdParty(model.parameters(), lr=0.05), interrupt_at(70), batches(12), out=tmp_path / "run",
+                **options,
+            )  # fmt: skip
+        again = small_net(seed=3)
+        fit(
+            again, ThirdParty(again.parameters(), lr=0.05), cross_entropy, batches(12), out=tmp_path / "run",
+            resume=True, **options,
+        )  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters()))
+
+
+def test_a_bar_on_a_terminal() -> None:
+    """In a process of its own, whose stderr is a terminal."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from loop_support import *\n"
+        "from elastictrainer.runtime.loop import fit\n"
+        "from elastictrainer.runtime.optimizers import make_optimizer\n"
+        "model = small_net()\n"
+        "fit(model, make_optimizer('sgd', model.parameters(), lr=0.1), cross_entropy, batches(4), epochs=2,\n"
+        "    profile=chain_profile(model), val_loader=batches(1))\n"
+    )
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent)], stderr=follower, stdout=subprocess.PIPE, check=False,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"}, timeout=120,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal that nobody writes to any more
+        while chunk := os.read(leader, 65536):
+            shown += chunk
+    os.close(leader)
+    text = shown.decode()
+    assert (done.returncode, done.stdout) == (0, b""), text
+    assert "\x1b[" in text
+    for word in ("training", "8/8", "loss ", "accuracy ", "trained ", "of 0.5x", "epoch 1/2", "epoch 2/2"):
+        assert word in text
+    assert re.search(r"\d:\d\d", text)  # the time left
+
+
+def test_tensorboard_gets_every_number_of_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path / "run", tensorboard=True, val_loader=batches(2, seed=1))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    numbers = {k for k, v in lines[0].items() if isinstance(v, (int, float)) and k != "plan"}
+    assert {"loss", "val_accuracy", "measured_ratio", "train_s"} <= numbers <= set(events.Tags()["scalars"])
+    for name in numbers:
+        logged = events.Scalars(name)
+        assert [event.step for event in logged] == [line["step"] for line in lines]
+        assert [event.value for event in logged] == pytest.approx([line[name] for line in lines], rel=1e-6)
+
+
+def test_tensorboard_that_is_not_there_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"elastictrainer\[tensorboard\]"):
+        run(tmp_path / "run", tensorboard=True)
+    with pytest.raises(ConfigError, match="tensorboard needs out="):
+        run(tensorboard=True)
+
+
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_net()
     fit(
@@ -254,6 +375,48 @@ def test_resuming_with_other_options_lists_all_that_differ(tmp_path: Path) -> No
     run(tmp_path / "run", epochs=1)
     with pytest.raises(CheckpointError, match=r"epochs was 1, now 2; budget was '0.5x', now '0.7x'"):
         run(tmp_path / "run", epochs=2, budget="0.7x", resume=True)
+
+
+def test_a_refused_resume_leaves_nothing_locked(tmp_path: Path) -> None:
+    run(tmp_path / "run", epochs=1)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="holds another run"):
+            run(tmp_path / "run", epochs=2, resume=True)
+        with pytest.raises(CheckpointError, match="nothing is overwritten"):
+            run(tmp_path / "run", epochs=1)
+    assert run(tmp_path / "run", epochs=1, resume=True).epochs == 1
+
+
+@pytest.mark.parametrize("ends", [Killed(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=["kill", "full"])
+def test_a_run_that_ended_while_it_began_can_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: BaseException
+) -> None:
+    def replace(*names: Any) -> None:
+        raise ends
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises((Killed, CheckpointError)):
+            run(tmp_path / "run", epochs=1)
+    left = [path.name for path in (tmp_path / "run").iterdir()]
+    assert left == (["config.yaml.tmp"] if isinstance(ends, Killed) else [])
+    assert run(tmp_path / "run", epochs=1, resume=True).epochs == 1
+
+
+def test_a_notebook_goes_on_with_the_optimizer_it_has(tmp_path: Path) -> None:
+    """The rate of an optimizer that has been stepped has moved along the schedule; it is the same run all the same."""
+    options: dict[str, Any] = {
+        "epochs": 3, "importance": "magnitude", "deterministic": True, "profile": chain_profile(small_net()),
+        "progress": False,
+    }  # fmt: skip
+    whole, model = small_net(), small_net()
+    fit(whole, make_optimizer("sgd", whole.parameters(), lr=0.1), cross_entropy, batches(12), **options)
+    optimizer = make_optimizer("sgd", model.parameters(), lr=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, optimizer, interrupt_at(20), batches(12), out=tmp_path / "run", **options)
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    fit(model, optimizer, cross_entropy, batches(12), out=tmp_path / "run", resume=True, **options)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters()))
 
 
 def test_resuming_a_finished_run_gives_its_result_and_weights(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 WORKER = """
-import json, sys
+import json, os, sys
 import torch, torch.distributed as dist
 from loop_support import batches, chain_profile, cross_entropy, small_net
 from elastictrainer.runtime.controller import Elastic
@@ -30,8 +30,9 @@ for epoch in range(4):
                 dist.all_reduce(p.grad)
         optimizer.step()
         optimizer.zero_grad()
-print(json.dumps([event["id"] for event in elastic.history]))
-dist.destroy_process_group()
+print(json.dumps([event["id"] for event in elastic.history]), flush=True)
+dist.barrier()
+os._exit(0)  # gloo's threads now and then abort the interpreter while it is taken down ("terminate called")
 """
 
 
@@ -41,7 +42,7 @@ def test_two_processes_hold_the_same_plans() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = str(Path(__file__).parent)
-    environment = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path]), "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(rank), str(port)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from loop_support import cross_entropy
 from resume_worker import EPOCHS, train
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from elastictrainer.runtime.optimizers import OPTIMIZERS
+from elastictrainer.runtime.loop import fit
+from elastictrainer.runtime.optimizers import OPTIMIZERS, make_optimizer
 from elastictrainer.runtime.run import Run
 
 STEPS = EPOCHS * 15
@@ -97,6 +100,41 @@ def test_killed_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None
     with pytest.raises(Killed):
         train(str(tmp_path / "run"), "sgd", loss_fn=dies)
     assert same(train(str(tmp_path / "run"), "sgd"), train(None, "sgd"))
+
+
+def test_deterministic_without_a_profile_takes_one_once_and_keeps_it(tmp_path: Path) -> None:
+    """Decisions rest on what was timed before the first step: taken once, kept in the folder, never taken again."""
+    folder = tmp_path / "run"
+    kept: set[bytes] = set()
+    sessions = 0
+    while not (folder / "result.json").exists():
+        with pytest.MonkeyPatch.context() as patch:
+            kill_after(patch, 3 + sessions % 5)
+            with contextlib.suppress(Killed):
+                model = train_unpriced(folder)
+        kept.add((folder / "profile.json").read_bytes())
+        sessions += 1
+    assert sessions >= 5
+    assert len(kept) == 1
+    plans = [json.loads(line) for line in (folder / "plans.jsonl").read_text().splitlines()]
+    assert {plan["reason"] for plan in plans} == {"first", "interval"}
+    assert len({plan["id"] for plan in plans}) > 1
+    assert same(train_unpriced(None, profile=folder / "profile.json"), model)
+
+
+def train_unpriced(folder: Path | None, *, profile: Path | None = None) -> nn.Module:
+    """Wide enough layers that passing gradients and making them take time to speak of."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Dropout(0.1), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(256, 3))
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(64, 256, generator=generator), torch.arange(64) % 3) for _ in range(8)]
+    fit(
+        model, make_optimizer("adam", model.parameters(), lr=1e-3), cross_entropy, data, epochs=4, budget="0.9x",
+        interval="5steps", policy="random", probe_batches=2, deterministic=True, out=folder, resume=folder is not None,
+        profile=profile, checkpoint_every=0.0, progress=False,
+    )  # fmt: skip
+    return model
 
 
 def test_the_newest_checkpoint_damaged_the_one_before_serves(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -110,6 +109,4 @@ def _root(version: options.Version = False) -> None:
 def load_verbs() -> None:
     """Import the modules of all verbs, which registers them; what they need to run is imported when they run."""
     for verb in VERBS:
-        module = f"elastictrainer.cli.{verb}"
-        if importlib.util.find_spec(module) is not None:
-            importlib.import_module(module)
+        importlib.import_module(f"elastictrainer.cli.{verb}")

@@ -2,6 +2,9 @@
 
 The file is read while the command line is parsed, before any other option is, and becomes that command's defaults. So
 what stands on the command line wins, and a value from the file passes exactly the checks that a typed one passes.
+
+The `config.yaml` of a run folder is such a file too. It records what became of the options (the network, the classes,
+the division of the images), which no option could say again; the options themselves stand in it under `command`.
 """
 
 from __future__ import annotations
@@ -15,9 +18,21 @@ import yaml
 
 from elastictrainer.errors import ConfigError, ElasticTrainerError
 
-__all__ = ["merge"]
+__all__ = ["COMMAND", "command", "merge"]
 
+COMMAND = "command"
 _OWN = "config"  # a file cannot name another file
+_NOT_AGAIN = ("out", "resume", "json", "debug", _OWN)  # options of one call, not of what it does
+
+
+def command(context: typer.Context) -> dict[str, Any]:
+    """The options of the verb that is running, as a file that asks for the same again would have them."""
+    options = {_key(option): context.params.get(option.name) for option in context.command.params}
+    return {
+        key: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+        for key, value in options.items()
+        if value is not None and key not in _NOT_AGAIN
+    }
 
 
 def merge(context: typer.Context, path: Path | None) -> Path | None:
@@ -63,6 +78,10 @@ def _read(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"--config {path}:{where} {getattr(error, 'problem', None) or error}") from error
     if document is None:
         return {}
+    if isinstance(document, dict) and "environment" in document:  # the record of a run
+        document = document.get(COMMAND) or {}
+        if not document:
+            raise ConfigError(f"--config {path}: a run made from Python, not by a command that could be given again")
     if not isinstance(document, dict):
         kind = type(document).__name__
         raise ConfigError(f"--config {path}: holds a {kind}; write one 'key: value' a line, for example 'epochs: 12'")

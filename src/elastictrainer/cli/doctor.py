@@ -135,6 +135,10 @@ def _cores() -> int:
 
 
 def _memory() -> Check:
+    if not hasattr(os, "sysconf"):  # Windows
+        return Check(
+            "memory", "missing", "this system does not tell it", "leave room for what `profile` says of a step"
+        )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or one that says "max"

@@ -41,6 +41,7 @@ __all__ = [
     "Norms",
     "Optimizer",
     "Out",
+    "OutFile",
     "Pin",
     "Policy",
     "ProfileFile",
@@ -49,10 +50,12 @@ __all__ = [
     "Threads",
     "Version",
     "Weights",
+    "checked",
+    "read_augment",
 ]
 
 
-def _checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
     """A callback that leaves the text as it was written, once the library has been able to read it."""
 
     def callback(value: str | None) -> str | None:
@@ -85,6 +88,12 @@ def _read_interval(text: str) -> object:
     from elastictrainer.runtime.interval import Interval
 
     return Interval.parse(text)
+
+
+def read_augment(text: str) -> object:
+    from elastictrainer.data import Augment
+
+    return Augment.parse(text)
 
 
 def _print_version(wanted: bool) -> None:
@@ -193,7 +202,7 @@ Interval = Annotated[
     str,
     typer.Option(
         "--interval",
-        callback=_checked(_read_interval),
+        callback=checked(_read_interval),
         help="How long a plan stands before the next probe: epochs ('3'), '500steps' or 'auto'.",
         rich_help_panel=_BUDGET,
     ),
@@ -202,7 +211,7 @@ Budget = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        callback=_checked(budgets.Budget.parse),
+        callback=checked(budgets.Budget.parse),
         help="A share of full training ('0.5x') or a time ('30min', '12ms').",
         rich_help_panel=_BUDGET,
     ),
@@ -211,7 +220,7 @@ Memory = Annotated[
     str | None,
     typer.Option(
         "--memory",
-        callback=_checked(budgets.parse_bytes),
+        callback=checked(budgets.parse_bytes),
         help="The most memory a step may take ('800MiB').",
         rich_help_panel=_BUDGET,
     ),
@@ -247,6 +256,10 @@ Threads = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Where to write; an existing run is never overwritten.", rich_help_panel=_OUTPUT),
+]
+OutFile = Annotated[
+    Path | None,
+    typer.Option("--out", help="The file to write; one that is there is replaced.", rich_help_panel=_OUTPUT),
 ]
 Resume = Annotated[
     bool,

@@ -72,7 +72,7 @@ def plan(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     threads: options.Threads = None,
-    out: options.Out = None,
+    out: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Choose the tensors worth most within a budget.

@@ -33,6 +33,14 @@ Sort = Annotated[
     Literal["network", "train", "reach", "forward", "bytes"],
     typer.Option("--sort", help="Order of the rows; 'network' is output side first.", rich_help_panel="Output"),
 ]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--picture",
+        help="Also draw the cost along the network into this .svg; one that is there is replaced.",
+        rich_help_panel="Output",
+    ),
+]
 Top = Annotated[int, typer.Option("--top", min=0, help="Only this many rows; 0 shows all.", rich_help_panel="Output")]
 
 
@@ -55,7 +63,8 @@ def profile(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     threads: options.Threads = None,
-    out: options.Out = None,
+    out: options.OutFile = None,
+    picture: Picture = None,
     as_json: options.Json = False,
 ) -> None:
     """Time and weigh every tensor of a model on this machine.
@@ -69,6 +78,7 @@ def profile(
     from elastictrainer.cli.machine import prepare
     from elastictrainer.cli.workload import load, loss_fn
     from elastictrainer.profiling import profile as measure
+    from elastictrainer.report.cost import cost_picture
     from elastictrainer.runtime.optimizers import make_optimizer
     from elastictrainer.runtime.surroundings import with_autocast
 
@@ -84,21 +94,24 @@ def profile(
     loss = with_autocast(loss_fn, where, autocast)
     made = measure(work.model.train(), loss, work.batch(), optimizer=steps, bn=bn, effort=effort, seed=seed)
     if out is not None:
-        write(out, made)
+        write(out, made.to_json())
+    if picture is not None:
+        title = f"What a step costs along {work.network.name}: {format_seconds(made.full_step_s)} in all"
+        write(picture, cost_picture(table(made, by)[::-1], title=title))
     show(screen, made, by=by, sort=sort, top=top, written=out)
 
 
-def write(path: Path, profile: Profile) -> None:
-    """Write the profile, whole or not at all."""
+def write(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(profile.to_json(), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise ProfileError(f"cannot write the profile to {str(path)!r}: {error}") from error
+        raise ProfileError(f"cannot write {str(path)!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,24 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-_TRAINING, _PLAN, _OUTPUT = "Training", "Budget and plan", "Output"
+_DATA, _TRAINING, _PLAN, _OUTPUT = "Model and data", "Training", "Budget and plan", "Output"
 
+Augment = Annotated[
+    str | None,
+    typer.Option(
+        "--augment",
+        callback=options.checked(options.read_augment),
+        help="none, or flip and one of crop and zoom ('flip,zoom'); else what suits the images.",
+        rich_help_panel=_DATA,
+    ),
+]
+ValShare = Annotated[
+    float,
+    typer.Option(
+        "--val-share", min=0.0, max=1.0, help="Share of each class held out of train/ where there is no val/.",
+        rich_help_panel=_DATA,
+    ),
+]  # fmt: skip
 WeightDecay = Annotated[
     float, typer.Option("--weight-decay", min=0.0, help="Weight decay, decoupled.", rich_help_panel=_TRAINING)
 ]
@@ -82,12 +98,15 @@ TensorBoard = Annotated[
 
 @app.command()
 def train(
+    context: typer.Context,
     model: options.Model = "builtin",
     weights: options.Weights = None,
     model_options: options.ModelOptions = None,
     normalize: options.Normalize = None,
     data: options.Data = "builtin",
     image_size: options.ImageSize = None,
+    augment: Augment = None,
+    val_share: ValShare = 0.1,
     batch_size: options.BatchSize = 16,
     epochs: options.Epochs = 12,
     optimizer: options.Optimizer = "sgd",
@@ -136,6 +155,7 @@ def train(
     elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds
     elastictrainer train --model resnet50 --weights default --data birds/ --budget 30min --out runs/birds --resume
     """
+    from elastictrainer.cli.config import COMMAND, command
     from elastictrainer.cli.machine import prepare
     from elastictrainer.cli.workload import load, loss_fn
     from elastictrainer.errors import ConfigError
@@ -148,7 +168,7 @@ def train(
     where = prepare(device, threads=threads, seed=seed, deterministic=deterministic)
     work = load(
         model, data, weights=weights, model_options=model_options, normalize=normalize, image_size=image_size,
-        batch_size=batch_size, seed=seed, device=where,
+        augment=augment, val_share=val_share, batch_size=batch_size, seed=seed, device=where,
     )  # fmt: skip
     for line in work.describe():
         screen.say(line)
@@ -188,7 +208,7 @@ def train(
         profile=profile,
         progress=not as_json,
         tensorboard=tensorboard,
-        config=work.config(),
+        config={**work.config(), COMMAND: command(context)},
         weights_metadata=work.network.metadata(),
     )
     _show(screen, result)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ProfileError
+from elastictrainer.profiling.fingerprint import code, shapes
 from elastictrainer.profiling.profile import FORMAT, Profile
 
 __all__ = ["Cache", "describe", "differences"]
@@ -36,8 +37,8 @@ def describe(
         "format": FORMAT,
         "model": type(model).__name__,
         "structure": _structure(model, candidates),
-        "batch": _shapes(batch),
-        "loss": _code(loss_fn),
+        "batch": shapes(batch),
+        "loss": code(loss_fn),
         "dtype": str(first.dtype),
         "autocast": getattr(loss_fn, "autocast", None) or _autocast(first.device.type),
         "bn": bn,
@@ -77,7 +78,7 @@ def _word(value: Any) -> str:
 
 def _first_shape(batch: Any) -> list[int] | None:
     """The shape of the first tensor of a described batch."""
-    if isinstance(batch, (list, tuple)) and len(batch) == 4 and isinstance(batch[2], str):
+    if isinstance(batch, (list, tuple)) and len(batch) == 4 and str(batch[2]).startswith("torch."):
         return list(batch[0])
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return next((shape for part in parts if (shape := _first_shape(part)) is not None), None)
@@ -109,55 +110,6 @@ def _structure(model: nn.Module, candidates: Mapping[str, nn.Parameter]) -> str:
         line = f"P {name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {tied} {name in candidates}\n"
         digest.update(line.encode())
     return digest.hexdigest()
-
-
-def _shapes(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return [list(batch.shape), list(batch.stride()), str(batch.dtype), str(batch.device)]
-    if isinstance(batch, dict):
-        return {str(k): _shapes(v) for k, v in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return [_shapes(v) for v in batch]
-    return type(batch).__name__
-
-
-def _code(function: Any) -> str:
-    """A digest of what a loss function does: its code, what it closes over, and the same of functions it wraps.
-
-    Autocast usually lives inside the loss function, where no global flag shows it before it runs.
-    """
-    digest = hashlib.sha256()
-    queue, seen = [function], set()
-    while queue:
-        item = queue.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        code = getattr(item, "__code__", None)
-        if code is not None:
-            digest.update(code.co_code + repr((code.co_names, [c for c in code.co_consts if _plain(c)])).encode())
-            queue += [c for c in code.co_consts if hasattr(c, "co_code")]
-            queue += [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
-            queue += item.__defaults__ or ()
-        elif hasattr(item, "co_code"):
-            digest.update(item.co_code + repr(item.co_names).encode())
-        elif _plain(item) or isinstance(item, torch.dtype):
-            digest.update(repr(item).encode())
-        else:
-            digest.update(type(item).__qualname__.encode())
-    return digest.hexdigest()[:16]
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, bytes))
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - an empty cell raises
-    except ValueError:
-        return False
-    return True
 
 
 def _autocast(device: str) -> str:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -48,10 +49,12 @@ class Trace:
         operations: list[AutogradNode | None] = [None] * len(self.graph.nodes)
         accumulators: list[AutogradNode | None] = [None] * len(self.graph.tensors)
         met = list(_walk(loss))
-        if [node.name() for node in met] != [kind for kind, _ in self.walk]:
+        differs = self._first_difference([node.name() for node in met])
+        if differs is not None:
             raise ProfileError(
-                "the model does not run the same operations every time (its backward graph changed between two passes "
-                "over one batch); a step like that has no fixed price: make its control flow depend on shapes only"
+                "the model does not run the same operations every time: its backward graph changed between two passes "
+                f"over one batch, first {self._place(differs)}; a step like that has no fixed price: make its control "
+                "flow depend on shapes only"
             )
         for node, (_, index) in zip(met, self.walk):
             if index is not None and index >= 0:
@@ -61,6 +64,17 @@ class Trace:
         return Live(
             loss, tuple(n for n in operations if n is not None), tuple(n for n in accumulators if n is not None)
         )
+
+    def _first_difference(self, kinds: list[str]) -> int | None:
+        """Where a walk over nodes of these kinds leaves this one."""
+        pairs = enumerate(zip_longest((kind for kind, _ in self.walk), kinds))
+        return next((place for place, (here, there) in pairs if here != there), None)
+
+    def _place(self, place: int) -> str:
+        """Where in the model that is: what is missing belongs to the operation there, what is new runs after it."""
+        there = next((i for _, i in self.walk[place:] if i is not None and i >= 0), None)
+        module = "" if there is None else self.graph.nodes[there].module
+        return f"in {module!r} or right after it" if module else "outside its modules"
 
 
 def forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Tensor:

@@ -170,7 +170,7 @@ def read_run(folder: str | Path) -> RunRecord:
     names = profile.names if profile is not None else _names(events)
     return RunRecord(
         folder=folder,
-        config=config or {},
+        config={key: value for key, value in (config or {}).items() if key != "command"},  # the same once more
         epochs=tuple(epochs),
         plans=_plans(events, result, epochs),
         names=names,

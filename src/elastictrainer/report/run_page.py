@@ -217,6 +217,10 @@ def _overhead(run: RunRecord) -> Markup:
     total = sum(parts.values())
     share = f", {total / train_s:.1%} of the training time" if train_s else ""
     caption = f"Deciding what to train took {words.seconds(total)}{share}, and is part of it."
+    if compiled := run.figure("compilations"):
+        caption += (
+            f" torch.compile built {compiled:.0f} graphs over {len(run.plans)} plans, within the steps' own time."
+        )
     return figure("Overheads", _bars(rows, "Seconds spent on deciding"), caption if rows else "", key="overheads")
 
 

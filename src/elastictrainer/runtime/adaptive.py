@@ -366,7 +366,8 @@ class Adaptive(Elastic):
         """As of `Elastic`, with the run as the measure: `measured_ratio` is the time that training took, deciding and
         building included, over that of `epochs` of full training."""
         assert self.profile is not None
-        deciding_s = sum(self.overhead_s.values())
+        # Operations are counted in a pause (`fit`), which is no part of the training's time.
+        deciding_s = sum(seconds for part, seconds in self.overhead_s.items() if part != "flops")
         steps_s = max(self._training_s - deciding_s, 0.0)
         whole_s = self.reference_s
         return {
@@ -380,6 +381,7 @@ class Adaptive(Elastic):
             "predicted_ratio": self._virtual_s / whole_s,
             "measured_ratio": self._training_s / whole_s,
             "machine": self._steering.pace.machine,
+            "compilations": self._compilations.count(),
             "overhead_s": dict(self.overhead_s),
             "plans": [dict(event) for event in self.history],
             "features": None if self.keeper is None else self.keeper.account(),

@@ -127,9 +127,12 @@ class Checkpoints:
     def _let_go(self) -> None:
         for path in [*self.folder.glob("*.tmp"), *self._damaged, *self.generations()[:-KEPT]]:
             shutil.rmtree(path, ignore_errors=True)
-        needed = {
-            name for path in self.generations() for name in json.loads((path / _MANIFEST).read_bytes())["refers_to"]
-        }
+        try:
+            needed = {
+                name for path in self.generations() for name in json.loads((path / _MANIFEST).read_bytes())["refers_to"]
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # a damaged generation does not say what it needs: all is kept until its turn to go has come
         for path in self.folder.glob("*.safetensors"):
             if path.name not in needed:
                 path.unlink(missing_ok=True)
@@ -223,8 +226,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by another in one moment: a reader sees the old or the new, whole."""
     aside = path.with_name(path.name + ".tmp")
-    _write(aside, text.encode())
-    os.replace(aside, path)
+    try:
+        _write(aside, text.encode())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -25,6 +25,7 @@ from elastictrainer.profiling.cache import describe, differences
 from elastictrainer.profiling.measure import LEAST_EFFORT
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.apply import Applied, apply, unwrap
+from elastictrainer.runtime.compilation import Compilations
 from elastictrainer.runtime.interval import SIMILAR, Interval, similarity
 from elastictrainer.runtime.lookahead import Lookahead
 from elastictrainer.runtime.ranks import from_first_rank, ranks
@@ -125,6 +126,7 @@ class Elastic:
         self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
         self._clock = clock
+        self._compilations = Compilations()
         self._steering = Steering(
             # Ranks that time themselves would each decide something else, so feedback is a single process's.
             enabled=feedback and not deterministic and self.policy.replans and ranks() == 1,
@@ -412,7 +414,8 @@ class Elastic:
         """What the run has cost so far, against what was asked and predicted; plain types.
 
         `measured_ratio` is the seconds of the steps themselves over the seconds of as many full steps on the machine as
-        it was; the seconds in `overhead_s` are the decision-making's and come on top.
+        it was; the seconds in `overhead_s` are the decision-making's and come on top. `compilations` are the graphs
+        that `torch.compile` has built since this controller was made: at most a few a plan.
         """
         pace = self._steering.pace
         account = pace.account(self.budget)
@@ -429,6 +432,7 @@ class Elastic:
             "predicted_ratio": sum(ratio * count for ratio, count in spent) / steps if steps else None,
             "measured_ratio": pace.ratio,
             "machine": pace.machine,
+            "compilations": self._compilations.count(),
             "overhead_s": dict(self.overhead_s),
             "plans": [dict(event) for event in self.history],
         }

@@ -116,7 +116,8 @@ def fit(
         deterministic: decisions rest on nothing timed while running, kernels are deterministic: on a CPU a run killed
             any number of times ends with bit-equal weights.
         weights_metadata: text to be kept inside `model.safetensors`, such as what is needed to load it again.
-        config: more to be written into `config.yaml` (model, data, ...); a resumed run must agree in all of it.
+        config: more to be written into `config.yaml` (model, data, ...); a resumed run must agree in all of it but
+            `command`, which says how the run was asked for.
 
     Raises:
         TrainingError: a loss that is not finite, or no memory left; the last good checkpoint is kept.

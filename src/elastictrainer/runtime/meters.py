@@ -69,7 +69,7 @@ class Meters:
             self._memory.begin()
 
     def step_flops(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> int:
-        """Operations of a step as the model stands; costs one such step, outside every account."""
+        """Operations of a step as the model stands; costs one such step."""
         return step_flops(model, loss_fn, batch).total
 
     def _note_peak(self, field: str) -> None:

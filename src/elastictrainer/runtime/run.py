@@ -19,6 +19,7 @@ from elastictrainer.errors import BudgetError, CheckpointError, ConfigError
 from elastictrainer.policies import find_policy
 from elastictrainer.policies.adaptive import ADAPTIVE
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.report import write_report
 from elastictrainer.runtime.adaptive import Adaptive
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.controller import Elastic
@@ -233,8 +234,10 @@ class Run:
         plan = self.elastic.plan
         assert plan is not None
         if plan.id not in self.record.flops_by_plan:
+            start, overhead_s = self.clock(), self.elastic.overhead_s
             with self.elastic.pause(), self.meters.paused():
                 self.record.flops_by_plan[plan.id] = self.meters.step_flops(self.model, self.step_loss_fn, batch)
+            overhead_s["flops"] = overhead_s.get("flops", 0.0) + self.clock() - start
 
     @property
     def group_size(self) -> int:
@@ -410,6 +413,7 @@ class Run:
             about = {**self.settings.weights_metadata, "epoch": str(kept + 1)}
             self.folder.write_weights("model.safetensors", unwrap(self.model).state_dict(), about)
             self.folder.write_json("result.json", result.to_dict())
+            write_report(self.folder.path)
         return result
 
     def _result(self, test: Score | None, kept: int) -> Result:
@@ -461,6 +465,7 @@ class Run:
             restarts=record.restarts,
             config=self.config,
             folder=None if self.folder is None else str(self.folder.path),
+            compilations=stats["compilations"],
             features=stats.get("features"),
         )
 

@@ -1,7 +1,7 @@
 """The run folder: everything a run leaves behind, in files that outlive this library.
 
 runs/birds/
-  config.yaml         what was asked: every option, the model and data, versions
+  config.yaml         what was asked: every option, the model and data, versions; a file for --config too
   metrics.jsonl       a line an epoch
   plans.jsonl         a line a re-plan: the plan, why it was made, the scores
   profile.json        the price list that plans were made from
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,17 @@ class RunFolder:
             CheckpointError: something is there already, or the folder cannot be made.
         """
         path = Path(path)
+        document = {**config, "environment": dict(environment)}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise CheckpointError(
-                    f"{path} is not empty and nothing is overwritten; use resume (--resume) or choose another folder"
-                )
-            folder = cls(path)
-            document = {**config, "environment": dict(environment)}
-            write_atomically(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+            with cls._held(path) as folder:
+                # A kill while the file below was being written leaves a folder in which no run has begun.
+                if any(entry.name != "config.yaml.tmp" for entry in path.iterdir()):
+                    raise CheckpointError(
+                        f"{path} is not empty and nothing is overwritten; "
+                        "use resume (--resume) or choose another folder"
+                    )
+                write_atomically(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
         except OSError as error:
             raise CheckpointError(f"cannot begin a run in {path}: {reason(error)}") from error
         return folder
@@ -71,7 +74,8 @@ class RunFolder:
     def reopen(cls, path: str | Path, config: Mapping[str, Any], *, environment: Mapping[str, Any]) -> RunFolder:
         """Go on with a run, or begin it where there is none yet, so that one command line serves both.
 
-        The environment may have changed (another torch, another machine); the options may not.
+        The environment may have changed (another torch, another machine), and how it was asked for (`command`: the same
+        in other words, or with other threads); what shapes the run may not.
 
         Raises:
             CheckpointError: the run there was asked for with other options; all that differ are listed.
@@ -79,23 +83,34 @@ class RunFolder:
         path = Path(path)
         if not (path / "config.yaml").exists():
             return cls.create(path, config, environment=environment)
+        with cls._held(path) as folder:
+            try:
+                before = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+                asked = yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+                raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {reason(error)}") from error
+            before = before if isinstance(before, dict) else {}
+            differ = [
+                f"{key} was {before.get(key)!r}, now {asked.get(key)!r}"
+                for key in asked
+                if before.get(key) != asked.get(key) and key != "command"
+            ]
+            if differ:
+                raise CheckpointError(
+                    f"{path} holds another run: {'; '.join(differ)}; ask for the same, or choose another folder"
+                )
+        return folder
+
+    @classmethod
+    @contextmanager
+    def _held(cls, path: Path) -> Iterator[RunFolder]:
+        """The folder, held on to afterwards unless what is inside fails: a refusal leaves nothing locked."""
         folder = cls(path)
         try:
-            before = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-            asked = yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {reason(error)}") from error
-        before = before if isinstance(before, dict) else {}
-        differ = [
-            f"{key} was {before.get(key)!r}, now {asked.get(key)!r}"
-            for key in asked
-            if before.get(key) != asked.get(key)
-        ]
-        if differ:
-            raise CheckpointError(
-                f"{path} holds another run: {'; '.join(differ)}; ask for the same, or choose another folder"
-            )
-        return folder
+            yield folder
+        except BaseException:
+            folder.close()
+            raise
 
     def close(self) -> None:
         """Let other processes have the folder."""

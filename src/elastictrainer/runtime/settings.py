@@ -91,7 +91,7 @@ def configuration(
         "resting_state": deciding["resting_state"],
         **_keeping(policy, deciding.get("keep")),
         "feedback": deciding["feedback"] and not settings.deterministic,
-        "optimizer": _optimizer(optimizer),
+        "optimizer": _optimizer(optimizer, scheduled=schedule is not None),
         "scheduler": schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__,
         "accumulate": settings.accumulate,
         "clip": settings.clip,
@@ -129,13 +129,16 @@ def batch_size(loader: Iterable[Any]) -> int | None:
     return int(size) if size is not None else None
 
 
-def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer(optimizer: Optimizer, *, scheduled: bool) -> dict[str, Any]:
     plain = (bool, int, float, str, type(None))
     groups = []
     for group in optimizer.param_groups:
         options = {
             k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k not in ("params", "initial_lr")
         }
+        if scheduled:
+            # Of an optimizer that has been stepped already (a notebook goes on after Ctrl-C) the rate has moved.
+            options["lr"] = group.get("initial_lr", group["lr"])
         groups.append(
             {k: v for k, v in options.items() if isinstance(v, (*plain, list))} | {"tensors": len(group["params"])}
         )
