@@ -19,6 +19,7 @@ from elastictrainer.errors import BudgetError, CheckpointError, ConfigError
 from elastictrainer.policies import find_policy
 from elastictrainer.policies.adaptive import ADAPTIVE
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.report import write_report
 from elastictrainer.runtime.adaptive import Adaptive
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.controller import Elastic
@@ -410,6 +411,7 @@ class Run:
             about = {**self.settings.weights_metadata, "epoch": str(kept + 1)}
             self.folder.write_weights("model.safetensors", unwrap(self.model).state_dict(), about)
             self.folder.write_json("result.json", result.to_dict())
+            write_report(self.folder.path)
         return result
 
     def _result(self, test: Score | None, kept: int) -> Result:
