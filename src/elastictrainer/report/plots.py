@@ -15,7 +15,7 @@ from elastictrainer.report.charts import text_width
 from elastictrainer.report.markup import Markup, join, tag
 from elastictrainer.report.page import asset
 
-__all__ = ["write_plots"]
+__all__ = ["standalone_svg", "write_plots"]
 
 _FIGURE = re.compile(r'<figure id="(?P<key>[\w-]+)"[^>]*><h2>(?P<title>.*?)</h2>(?P<rest>.*?)</figure>', re.DOTALL)
 _DRAWING = re.compile(r'<div class="wide"><svg (?P<head>[^>]*)>(?P<body>.*?)</svg>', re.DOTALL)
@@ -51,6 +51,12 @@ def write_plots(page: str | Path, folder: str | Path) -> list[Path]:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"figures of {page} cannot be written to {folder}: {reason(error)}") from error
     return [folder / f"{key}.svg" for key in found]
+
+
+def standalone_svg(title: str, drawing: Markup, legend: str = "") -> str:
+    """The same for a drawing that stands on no page, with the legend that a page would have beside it."""
+    head, _, body = drawing.removeprefix("<svg ").partition(">")
+    return standalone(html.escape(title), head, body.removesuffix("</svg>"), legend)
 
 
 def standalone(title: str, head: str, body: str, rest: str) -> str:
