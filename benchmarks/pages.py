@@ -218,8 +218,10 @@ importance**. They are rows below. Two more things make its figures and these di
 
 def comparison(folder: Path, pages: dict[str, str]) -> str:
     text = "# Elastic training, compared\n" + CLAIMS + "\n"
-    found = tables("paper_half_*.csv", folder) | tables("paper_rest_*.csv", folder)
-    rows = [row | {"source": name} for name, made in found.items() for row in made if row["stage"] == "final"]
+    found = {n: made for grid in ("half", "rest", "run") for n, made in tables(f"paper_{grid}_*.csv", folder).items()}
+    finals = [row | {"source": name} for name, made in found.items() for row in made if row["stage"] == "final"]
+    # A method that several grids hold counts once for each seed.
+    rows = list({(*workload(r), r["method"], r["seed"]): r for r in reversed(finals)}.values())[::-1]
     if not rows:
         text += absent("The comparison", "python benchmarks/paper.py --device cuda --weights ../shared/weights")
         return text + "\n" + similarity(folder)

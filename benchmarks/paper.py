@@ -3,11 +3,13 @@
     python benchmarks/paper.py --device cuda --data ../shared/data --weights ../shared/weights
     python benchmarks/paper.py --dry-run                      # every cell, tiny, on this CPU: some minutes
 
-Suites, all of them by default (`--suites half,rest,similarity,resolution`):
+Suites, all of them by default (`--suites half,rest,run,similarity,resolution`):
 
 half        what can be had for half of full training's time: full training, full training for half the epochs, a fixed
             suffix, random importance, elastic by three importances; three seeds.
 rest        one seed: elastic at 0.35x, 0.4x, 0.6x and 0.7x; head; bn_bias; prunetrain.
+run         the run's budget kept by choosing what and how often, beside fewer epochs of everything, at 0.1x, 0.25x and
+            0.5x; three seeds.
 similarity  how alike importance is from interval to interval, and by the number of probe batches (Fig. 7).
 resolution  what the knapsack's resolution costs and gives on a real profile (Fig. 13b).
 
@@ -18,7 +20,7 @@ after every suite and when `--minutes` are over.
 
 Overheads (Table 1) are columns of the tables: profile, probe, select.
 
-Writes results/paper_{half,rest}_*.csv (a row a cell), results/paper_similarity_*.csv, results/paper_resolution_*.csv.
+Writes results/paper_{half,rest,run}_*.csv (a row a cell), paper_similarity_*.csv and paper_resolution_*.csv.
 """
 
 from __future__ import annotations
@@ -45,28 +47,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS, commit, print_table, read_csv, where, write_csv
 from workloads import NAMES, WEIGHTS, images, loss_fn, network
 
-HALF = {
-    "policies": ["full", "shorter", "suffix", "random", "elastic"],
-    "importances": ["elastic", "magnitude", "gradient"],
+GRIDS: dict[str, dict[str, Any]] = {
+    "half": {
+        "policies": ["full", "shorter", "suffix", "random", "elastic"],
+        "importances": ["elastic", "magnitude", "gradient"],
+        "budgets": ["0.5x"],
+    },
+    "rest": {"policies": ["head", "bn_bias", "prunetrain", "elastic"], "budgets": ["0.35x", "0.4x", "0.6x", "0.7x"]},
+    "run": {"policies": ["adaptive", "shorter"], "budgets": ["0.1x", "0.25x", "0.5x"]},
 }
-REST = {"policies": ["head", "bn_bias", "prunetrain", "elastic"], "importances": ["elastic"]}
 SMALL = (".json", ".jsonl", ".yaml", ".html", ".csv", ".txt")  # what of a run folder travels
 
 
 def compare_suite(name: str, args: argparse.Namespace) -> None:
-    """`half` or `rest`, by `elastictrainer.compare`; its table is copied to the results, with the commit."""
+    """One of the grids, by `elastictrainer.compare`; its table is copied to the results, with the commit."""
     out = args.runs / name
     models = args.models.split(",")
     data = [str(args.data / d) for d in args.sets.split(",")]
-    of = HALF if name == "half" else REST
     grid = Grid.of(
         models=[NAMES.get(m, f"torchvision/{m}") for m in models],
         data=data,
         weights=[] if args.weights is None else [str(recipe(m, args)) for m in models],
-        **of,
-        budgets=["0.5x"] if name == "half" else ["0.35x", "0.4x", "0.6x", "0.7x"],
+        **GRIDS[name],
         rates=args.rates.split(","),
-        seeds=range(args.seeds) if name == "half" else [0],
+        seeds=[0] if name == "rest" else range(args.seeds),
         epochs=args.epochs,
     )
     shared = {
@@ -245,6 +249,8 @@ def tiny(args: argparse.Namespace) -> None:
             for place in np.flatnonzero(digits.target == label)[start:end]:
                 pixels = (digits.images[place] * 255 / 16).astype(np.uint8)
                 Image.fromarray(pixels).resize((32, 32)).convert("RGB").save(folder / f"{place}.png")
+    for grid in GRIDS.values():
+        grid["budgets"] = [budget for budget in grid["budgets"] if float(budget[:-1]) >= 0.5] or grid["budgets"]
     args.image_size, args.epochs, args.seeds, args.rates, args.device = 32, 2, 1, "0.01", "cpu"
     args.probes, args.repeats, args.cells = [1, 2], 1, [100, 1000]
     args.tag = "dry"
@@ -252,7 +258,7 @@ def tiny(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", default="half,rest,similarity,resolution")
+    parser.add_argument("--suites", default="half,rest,run,similarity,resolution")
     parser.add_argument("--models", default="resnet50,mobilenet_v2")
     parser.add_argument("--sets", default="cub200,pets37", help="folders of --data")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
@@ -280,6 +286,7 @@ def main() -> None:
     suites: dict[str, Callable[[argparse.Namespace], None]] = {
         "half": lambda a: compare_suite("half", a),
         "rest": lambda a: compare_suite("rest", a),
+        "run": lambda a: compare_suite("run", a),
         "similarity": similarity_suite,
         "resolution": resolution_suite,
     }

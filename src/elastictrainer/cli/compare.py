@@ -37,7 +37,7 @@ def compare(
     policy: Annotated[
         list[str],
         _several("--policy", "Policies with commas between; 'shorter' is full training for as many epochs as fit."),
-    ] = ["full,shorter,suffix,random,elastic"],  # noqa: B006
+    ] = ["full,shorter,suffix,random,elastic,adaptive"],  # noqa: B006
     importance: Annotated[
         list[str], _several("--importance", "Importances with commas between, for the policies that measure it.")
     ] = ["elastic"],  # noqa: B006
@@ -67,12 +67,12 @@ def compare(
     schedule: training.Schedule = "cosine",
     accumulate: training.Accumulate = 1,
     clip: training.Clip = None,
-    autocast: training.Autocast = None,
+    autocast: options.Autocast = None,
     interval: options.Interval = "3",
     memory: options.Memory = None,
     pin: options.Pin = None,
     probe_batches: training.ProbeBatches = 6,
-    bn: training.Norms = "frozen",
+    bn: options.Norms = "frozen",
     resting_state: training.RestingState = "keep",
     feedback: training.Feedback = True,
     deterministic: options.Deterministic = False,

@@ -53,7 +53,7 @@ class Method:
         >>> Method("elastic", "magnitude", "0.5x").name, Method("full", budget="0.5x", shorter=True).name
         ('elastic magnitude 0.5x', 'full shorter 0.5x')
         """
-        own = self.importance if self.importance != self.policy else None
+        own = None if self.importance in (self.policy, "elastic") else self.importance  # what is usual goes unsaid
         return " ".join(filter(None, (self.policy, "shorter" if self.shorter else None, own, self.budget)))
 
     def epochs(self, whole: int) -> int:

@@ -52,12 +52,17 @@ def row(cell: Cell) -> dict[str, Any]:
         "accuracy_of": made["accuracy"]["of"],
         "val_accuracy": max(accuracies, default=None),
         "per_epoch_s": " ".join(f"{line['train_s']:.6g}" for line in epochs),
-        "per_epoch_val_accuracy": " ".join(f"{value:.6g}" for value in accuracies),
+        "per_epoch_val_accuracy": " ".join(_shown(line.get("val_accuracy")) for line in epochs),
         **{figure: made.get(figure) for figure in _FIGURES},
         **{f"{part}_s": overhead.get(part) for part in ("profile", "probe", "select", "apply", "forward")},
         **{fact: (config.get("environment") or {}).get(fact) for fact in _ENVIRONMENT},
         "folder": str(cell.folder),
     }
+
+
+def _shown(accuracy: float | None) -> str:
+    """Of an epoch; a policy may find evaluating not worth its time after some."""
+    return "-" if accuracy is None else f"{accuracy:.6g}"
 
 
 def write_table(path: Path, cells: Iterable[Cell]) -> None:

@@ -49,7 +49,7 @@ class Group:
     @property
     def family(self) -> str:
         """Policy and importance: what is the same method at another budget."""
-        own = self.importance if self.importance != self.policy else None
+        own = None if self.importance in (self.policy, "elastic") else self.importance  # what is usual goes unsaid
         return " ".join(filter(None, (self.policy, own)))
 
     def over(self, figure: Callable[[RunRecord], float | None]) -> Spread | None:
