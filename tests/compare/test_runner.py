@@ -40,30 +40,46 @@ def images(tmp_path: Path) -> Path:
 
 def command(images: Path, out: Path, *more: object, policy: str = "full,shorter") -> list[str]:
     words = [
-        "compare", "--model", "torchvision/resnet18", "--data", images, "--policy", policy, "--epochs", 4,
+        "compare", "--model", "torchvision/resnet18", "--data", images, "--policy", policy, "--epochs", 6,
         "--image-size", 32, "--batch-size", 4, "--lr", "0.01", "--bn", "track", "--device", "cpu", "--threads", 1,
         "--probe-batches", 2, "--out", out, *more,
     ]  # fmt: skip
     return [str(word) for word in words]
 
 
-@pytest.mark.slow
-def test_a_comparison_killed_in_its_second_cell_goes_on_there(images: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    cells = out / "cells" / "resnet18_on_data"
-    full, shorter = cells / "full-lr0.01-s0", cells / "full_shorter_0.5x-lr0.01-s0"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "elastictrainer", *command(images, out)],
+def start(images: Path, out: Path, *more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "elastictrainer", *command(images, out, *more)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
     until = time.monotonic() + 120
-    while not list((shorter / "checkpoint").glob("save-*[0-9]")):
+    while not list((folder / "checkpoint").glob("save-*[0-9]")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_comparison_stopped_in_one_cell_and_killed_in_the_next_goes_on(
+    images: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    cells = out / "cells" / "resnet18_on_data"
+    full, shorter = cells / "full-lr0.01-s0", cells / "full_shorter_0.5x-lr0.01-s0"
+    process = start(images, out)
+    wait_for_checkpoint(full, process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines() == ["begins: resnet18 on data: full, lr 0.01, seed 0", "elastictrainer: interrupted"]
+    assert "stopped" in (out / "logs" / "resnet18_on_data--full-lr0.01-s0.txt").read_text()
+    process = start(images, out, "--resume")
+    wait_for_checkpoint(shorter, process)
     process.send_signal(signal.SIGKILL)
     _, said = process.communicate()
-    assert "begins: resnet18 on data: full, lr 0.01, seed 0" in said
     assert "done: resnet18 on data: full, lr 0.01, seed 0" in said
     assert "1 of 2 cells, about" in said
     before = (full / "result.json").stat()
@@ -77,7 +93,8 @@ def test_a_comparison_killed_in_its_second_cell_goes_on_there(images: Path, tmp_
     assert (full / "result.json").stat() == before, "a finished cell was run again"
     made = json.loads((shorter / "result.json").read_text())
     assert made["restarts"] == 1
-    assert (made["epochs"], made["policy"]) == (2, "full")
+    assert (made["epochs"], made["policy"]) == (3, "full")
+    assert json.loads((full / "result.json").read_text())["restarts"] == 1
 
     assert [cell["method"] for cell in document["cells"]] == ["full", "full shorter 0.5x"]
     with (out / "results.csv").open() as file:
@@ -94,8 +111,8 @@ def test_a_comparison_killed_in_its_second_cell_goes_on_there(images: Path, tmp_
         assert len(row["per_epoch_s"].split()) == result["epochs"]
         assert (folder / "report.html").is_file()
     page = (out / "report.html").read_text()
-    assert "full, 4 epochs" in page
-    assert "full, 2 epochs" in page
+    assert "full, 6 epochs" in page
+    assert "full, 3 epochs" in page
     # What is kept can be given back: the file asks for the same comparison, which is finished.
     assert cli.main(["compare", "--config", str(out / "comparison.yaml"), "--out", str(out), "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == document
@@ -111,6 +128,19 @@ def test_a_cell_that_fails_stops_no_other(images: Path, tmp_path: Path, capsys: 
     assert "the least that works" in said.out
     assert "full" in said.out
     assert "suffix 0.01x" in (out / "report.html").read_text()
+
+
+def test_wrong_use_is_one_line_with_everything_in_it(tmp_path: Path, capsys: Any) -> None:
+    code = cli.main(
+        ["compare", "--model", "resnet5000", "--data", str(tmp_path / "no"), "--policy", "elastik,full",
+         "--budget", "2h,x", "--lr", "0.1,-1", "--out", str(tmp_path / "out")]
+    )  # fmt: skip
+    complaint = capsys.readouterr().err
+    assert code == 2
+    assert complaint.count("\n") == 1
+    for word in ("'resnet5000'", str(tmp_path / "no"), "did you mean 'elastic'?", "'x'", "lr -1"):
+        assert word in complaint
+    assert not (tmp_path / "out").exists()
 
 
 # -- without training: folders as cells leave them -------------------------------------------------------------------

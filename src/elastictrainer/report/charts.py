@@ -245,12 +245,12 @@ def _series(series: Series, px: Callable[[float], float], py: Callable[[float], 
 
 def bars(rows: Sequence[Bar], *, width: float, label: str) -> Markup:
     """Horizontal bars from zero, each with its name before it and its value after; above it where names are long."""
-    left = max(text_width(row.label) for row in rows) + 12
-    right = max(text_width(row.text) for row in rows) + 12
+    left = 1.1 * max(text_width(row.label) for row in rows) + 12  # these words are a pixel larger than an axis's
+    right = 1.1 * max(text_width(row.text) for row in rows) + 12
     stacked = left + right > 0.7 * width
     left, above, step = (0.0, 18, 46) if stacked else (left, 0, 28)
     longest = max((row.value for row in rows), default=0.0) or 1.0
-    most = int(width / _CHARACTER) - 2
+    most = int(width / (1.1 * _CHARACTER)) - 2
     parts: list[Markup] = []
     for number, row in enumerate(rows):
         y = 6 + step * number
