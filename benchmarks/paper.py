@@ -26,6 +26,7 @@ Writes results/paper_{half,rest,run}_*.csv (a row a cell), paper_similarity_*.cs
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import tarfile
@@ -108,13 +109,15 @@ def similarity_suite(args: argparse.Namespace) -> None:
     for name in args.models.split(","):
         for data_set in args.sets.split(","):
             model, data, device = load(name, data_set, args)
+            # By batches as training begins; by epochs in a run of which, once it is finished, the plans are enough.
+            asked = probe_rows(model, sgd(model, 1e-3), data, args)
             out = args.runs / "similarity" / f"{name}-{data_set}"
-            optimizer = sgd(model, float(args.rates.split(",")[0]))
-            et.fit(
-                model, optimizer, loss_fn, data.train, epochs=args.epochs, budget="0.5x", interval=1, out=out,
-                resume=True, val_loader=data.val, progress=False,
-            )  # fmt: skip
-            events = [yaml.safe_load(line) for line in (out / "plans.jsonl").read_text().splitlines()]
+            if not (out / "result.json").exists():
+                et.fit(
+                    model, sgd(model, float(args.rates.split(",")[0])), loss_fn, data.train, epochs=args.epochs,
+                    budget="0.5x", interval=1, out=out, resume=True, val_loader=data.val, progress=False,
+                )  # fmt: skip
+            events = [json.loads(line) for line in (out / "plans.jsonl").read_text().splitlines()]
             scores = {e["epoch"]: e["scores"] for e in events if e["reason"] in ("first", "interval")}
             facts = {"model": name, "data": data_set} | where(args.device) | {"seed": 0, "commit": commit()}
             for apart in range(1, args.epochs):
@@ -124,10 +127,9 @@ def similarity_suite(args: argparse.Namespace) -> None:
                         {"what": "epochs apart", "count": apart, "pairs": len(pairs), "cosine": float(np.mean(pairs)),
                          "least": min(pairs)} | facts
                     )  # fmt: skip
-            # A fresh optimizer: the run's own is at the end of its schedule, where no update moves anything.
-            rows += [row | facts for row in probe_rows(model, sgd(model, 1e-3), data, args)]
+            rows += [row | facts for row in asked]
             write_csv(args.out / f"paper_similarity_{args.tag}.csv", rows)
-            del model, optimizer, data
+            del model, data
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     print_table(rows, ["model", "data", "what", "count", "pairs", "cosine", "least"])

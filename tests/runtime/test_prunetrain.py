@@ -133,6 +133,36 @@ def test_a_layer_keeps_one_channel_at_least() -> None:
     loss_fn(net, images()[0]).backward()
 
 
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "squeezenet1_1", "densenet121"])
+def test_real_networks_compute_what_they_did(name: str) -> None:
+    """Residual sums, depthwise layers, concatenations; the first two channels of every group are silenced."""
+    import torch_pruning
+
+    models = pytest.importorskip("torchvision").models
+    torch.manual_seed(0)
+    net = models.get_model(name, num_classes=3).eval()
+    batch = (torch.randn(2, 3, 64, 64), torch.tensor([0, 1]))
+    graph = torch_pruning.DependencyGraph().build_dependency(net, batch, forward_fn=loss_fn, verbose=False)
+    with torch.no_grad():
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_(std=0.1)
+                module.bias.normal_(std=0.1)
+        for group in graph.get_all_groups(root_module_types=[nn.Conv2d]):
+            for item in group:
+                module, out = item.dep.target.module, graph.is_out_channel_pruning_fn(item.dep.handler)
+                if isinstance(module, (nn.Conv2d, nn.Linear)):
+                    places = [i for i, root in zip(item.idxs, item.root_idxs) if root < 2]
+                    if out or getattr(module, "groups", 1) > 1:
+                        module.weight[places] = 0
+                    else:
+                        module.weight[:, places] = 0
+    whole = copy.deepcopy(net)
+    assert pruner(net).rebuild(loss_fn, batch) > 20
+    assert sum(p.numel() for p in net.parameters()) < sum(p.numel() for p in whole.parameters())
+    torch.testing.assert_close(net(batch[0]), whole(batch[0]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_the_optimizer_goes_on_with_the_state_of_what_is_left(name: str) -> None:
     net = network()

@@ -34,7 +34,7 @@ _OUTCOME = ("policy", "importance", "budget", "seed")  # what runs are compared 
 def write_comparison(run_folders: Sequence[str | Path], out: str | Path, *, remarks: Sequence[str] = ()) -> Path:
     """Make one page of several runs: figures by method, and tables to sort and save. Returns where it is.
 
-        et.write_comparison(["runs/full", "runs/elastic"], "runs/comparison.html")
+        write_comparison(["runs/full", "runs/elastic"], "runs/comparison.html")
 
     Runs that differ only in their seed are one method, with its spread; every network and dataset has figures of its
     own. Runs need not be alike; the page says in what they differ, since a comparison is only fair if little else does.
