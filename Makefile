@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python -m
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types docs tests bench clean
+.PHONY: help venv demo test lint types docs tests bench results clean
 
 help: ## list these targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ bench: venv ## the benchmarks that need no dataset, on this CPU; an hour, result
 	@$(VENV)/bin/python benchmarks/time_model.py --device cpu --threads 2 --batch-size 4 --image-size 96
 	@$(TEST_ENV) $(VENV)/bin/python benchmarks/solver.py
 	@$(TEST_ENV) $(VENV)/bin/python benchmarks/apply_memory.py --batch-size 8 --image-size 64
+
+results: venv ## docs/results from the tables in benchmarks/results
+	@$(VENV)/bin/python benchmarks/pages.py
 
 clean: ## remove everything that can be made again, but not runs/
 	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ def test_a_registry_is_listed_in_full_with_one_line_each(main, what, registry):
     for entry in listed:
         assert entry["description"]
         assert "\n" not in entry["description"]
+        assert entry["paper"] == registry[entry["name"]].paper
 
 
 def test_all_shelves_are_listed_and_models_are_summed_up(main):

@@ -1,44 +1,67 @@
-"""`elastictrainer report` on hand-made run folders; what stands on the page is for the tests of the report itself."""
+"""`elastictrainer report` from the outside: one run, several, figures, and what it refuses."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+from loop_support import batches, chain_profile, cross_entropy, small_net
+
+from elastictrainer.runtime.loop import fit
+from elastictrainer.runtime.optimizers import make_optimizer
+
+Main = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "config.yaml").write_text("model: small\npolicy: full\n")
-        lines = [{"epoch": n, "step": 4 * n, "train_s": float(n), "val_accuracy": n / 10} for n in (1, 2)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folders
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    made = []
+    for policy in ("full", "head"):
+        net = small_net()
+        made.append(tmp_path_factory.mktemp("runs") / policy)
+        fit(
+            net, make_optimizer("sgd", net.parameters(), lr=0.05), cross_entropy, batches(4), epochs=2, policy=policy,
+            profile=chain_profile(net), out=made[-1], progress=False, val_loader=batches(2, seed=1),
+        )  # fmt: skip
+    return made
 
 
-def test_a_run_gets_its_page_in_its_folder(main: Run, runs: list[Path]) -> None:
-    assert main("report", runs[0]) == (0, f"report: {runs[0] / 'report.html'}\n", "")
-    assert (runs[0] / "report.html").read_text().startswith("<!doctype html>")
-    assert not (runs[1] / "report.html").exists()
-
-
-def test_several_runs_get_one_page_where_it_is_asked_for(main: Run, runs: list[Path], tmp_path: Path) -> None:
-    page = tmp_path / "pages" / "both.html"
-    code, printed, _ = main("report", *runs, "--out", page, "--json")
+def test_a_run_leaves_its_report_and_the_verb_makes_it_again(main: Main, runs: list[Path]) -> None:
+    page = runs[0] / "report.html"
+    first = page.read_text()
+    page.unlink()
+    code, printed, _ = main("report", runs[0])
     assert code == 0
-    assert json.loads(printed)["report"] == str(page)
-    assert all(run.name in page.read_text() for run in runs)
-    assert main("report", *runs, "--out", page)[0] == 0  # an older page is replaced
+    assert str(page) in printed
+    assert page.read_text() == first
 
 
-def test_refusals_are_one_line(main: Run, runs: list[Path], tmp_path: Path) -> None:
+def test_several_runs_need_a_place_of_their_own(main: Main, runs: list[Path], tmp_path: Path) -> None:
+    code, _, complaint = main("report", *runs)
+    assert code == 2
+    assert "--out" in complaint
+    code, printed, _ = main("report", *runs, "--out", tmp_path / "both.html", "--plots", tmp_path / "plots", "--json")
+    assert code == 0
+    document = json.loads(printed)
+    assert Path(document["report"]).read_text().startswith("<!doctype html>")
+    assert {Path(path).name for path in document["figures"]} >= {"accuracy.svg", "frontier.svg", "memory.svg"}
+
+
+def test_a_folder_that_is_no_run_is_one_line(main: Main, tmp_path: Path) -> None:
+    code, _, complaint = main("report", tmp_path)
+    assert code == 1
+    assert "no run folder" in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_refusals_are_one_line(main: Main, runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("keep me")
     for arguments, code, said in (
-        (runs, 2, "--out is needed"),
         ([tmp_path / "none"], 1, "is no folder"),
         ([runs[0], "--out", tmp_path / "notes.txt"], 2, "not overwritten"),
         ([], 2, "'runs'"),

@@ -105,13 +105,19 @@ def ls(
             out.say()
         shown = _overview(entries) if what is None and pattern == "*" and shelf is What.models else entries
         title = f"{shelf.value} ({_SHELVES[shelf].option})"
-        out.table(("name", "description"), [(entry.name, entry.description) for entry in shown], title=title)
+        columns = _columns(shown)
+        out.table(columns, [[getattr(entry, column, "") for column in columns] for entry in shown], title=title)
     out.document(
         {
-            shelf.value: [{"name": e.name, "description": e.description} for e in entries]
+            shelf.value: [{column: getattr(e, column, "") for column in _columns(entries)} for e in entries]
             for shelf, entries in found.items()
         }
     )
+
+
+def _columns(entries: list[_Entry]) -> list[str]:
+    """What is implemented after a paper names it."""
+    return ["name", "description", *(["paper"] if any(getattr(entry, "paper", "") for entry in entries) else [])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,25 +25,33 @@ def report(
             rich_help_panel="Output",
         ),
     ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option("--plots", help="Also write every figure into this folder, as SVG.", rich_help_panel="Output"),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Make a page of a run, or of several runs side by side: one HTML file that needs nothing and opens anywhere.
 
-    `train` leaves a report in its folder by itself; this makes it again, also of a run that is still going on.
+    `train` leaves a report in its folder by itself; this makes it again, also of a run that is still going on. Several
+    runs are grouped by what they were trained with, seeds together.
 
     \b
     elastictrainer report runs/birds
-    elastictrainer report runs/full runs/elastic --out runs/comparison.html
+    elastictrainer report runs/full runs/elastic --out runs/comparison.html --plots figures/
     """
     from elastictrainer.errors import ConfigError
-    from elastictrainer.report import write_comparison, write_report
+    from elastictrainer.report import write_comparison, write_plots, write_report
 
+    screen = Output(as_json)
     if len(runs) == 1:
         page = write_report(runs[0], out)
     elif out is None:
         raise ConfigError("--out is needed: a page of several runs belongs to none of their folders")
     else:
         page = write_comparison(runs, out)
-    screen = Output(as_json)
     screen.say(f"report: {page}")
-    screen.document({"report": str(page)})
+    drawn = write_plots(page, plots) if plots is not None else []
+    if plots is not None:
+        screen.say(f"figures: {len(drawn)} in {plots}")
+    screen.document({"report": str(page), "figures": [str(path) for path in drawn]})

@@ -91,6 +91,21 @@ CheckpointEvery = Annotated[
     str,
     typer.Option("--checkpoint-every", help="Time between checkpoints within an epoch.", rich_help_panel=_OUTPUT),
 ]
+DataCache = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-cache",
+        help="Keep decoded images in a file in this folder; the next run decodes nothing.",
+        rich_help_panel="Model and data",
+    ),
+]
+Test = Annotated[
+    bool,
+    typer.Option(
+        "--test/--no-test", help="Judge the finished weights on the test images, if there are any.",
+        rich_help_panel=_TRAINING,
+    ),
+]  # fmt: skip
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard's event files.", rich_help_panel=_OUTPUT)
 ]
@@ -104,6 +119,7 @@ def train(
     model_options: options.ModelOptions = None,
     normalize: options.Normalize = None,
     data: options.Data = "builtin",
+    data_cache: DataCache = None,
     image_size: options.ImageSize = None,
     augment: Augment = None,
     val_share: ValShare = 0.1,
@@ -117,6 +133,7 @@ def train(
     clip: Clip = None,
     autocast: options.Autocast = None,
     early_stop: EarlyStop = None,
+    test: Test = True,
     policy: options.Policy = "adaptive",
     importance: options.Importance = "elastic",
     interval: options.Interval = "3",
@@ -168,7 +185,7 @@ def train(
     where = prepare(device, threads=threads, seed=seed, deterministic=deterministic)
     work = load(
         model, data, weights=weights, model_options=model_options, normalize=normalize, image_size=image_size,
-        augment=augment, val_share=val_share, batch_size=batch_size, seed=seed, device=where,
+        augment=augment, val_share=val_share, batch_size=batch_size, seed=seed, device=where, cache_dir=data_cache,
     )  # fmt: skip
     for line in work.describe():
         screen.say(line)
@@ -188,13 +205,13 @@ def train(
         bn=bn,
         resting_state=resting_state,
         val_loader=work.images.val,
-        test_loader=work.images.test,
+        test_loader=work.images.test if test else None,
         scheduler=None if schedule == "none" else schedule,
         accumulate=accumulate,
         clip=clip,
         autocast=autocast,
         early_stop=early_stop,
-        out=out if out is not None else _new_folder(Path("runs")),
+        out=out if out is not None else new_folder(Path("runs")),
         resume=resume,
         checkpoint_every=checkpoint_every,
         seed=seed,
@@ -236,6 +253,6 @@ def _show(screen: Output, result: Result) -> None:
     screen.document(result.to_dict())
 
 
-def _new_folder(parent: Path) -> Path:
+def new_folder(parent: Path, verb: str = "train") -> Path:
     """A folder that is not there yet: runs/train-1, runs/train-2, ..."""
-    return next(path for n in count(1) if not (path := parent / f"train-{n}").exists())
+    return next(path for n in count(1) if not (path := parent / f"{verb}-{n}").exists())

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
 
@@ -59,6 +61,7 @@ def load(
     batch_size: int = 16,
     seed: int = 0,
     device: torch.device,
+    cache_dir: Path | None = None,
 ) -> Workload:
     """Load both. The images say how many classes the network needs, the network how its images must look."""
     from elastictrainer.data import load_images, load_model
@@ -73,6 +76,7 @@ def load(
         batch_size=batch_size,
         seed=seed,
         device=device,
+        cache_dir=cache_dir,
     )
     network = load_model(
         model,

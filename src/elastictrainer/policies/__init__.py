@@ -6,13 +6,13 @@ import difflib
 
 from elastictrainer.errors import ConfigError
 from elastictrainer.policies.adaptive import ADAPTIVE
-from elastictrainer.policies.baselines import BN_BIAS, FULL, HEAD, SUFFIX
+from elastictrainer.policies.baselines import BN_BIAS, FULL, HEAD, PRUNETRAIN, SUFFIX
 from elastictrainer.policies.elastic import ELASTIC, RANDOM
 from elastictrainer.policies.policy import Policy
 
 __all__ = ["POLICIES", "Policy", "find_policy"]
 
-POLICIES: dict[str, Policy] = {p.name: p for p in (ADAPTIVE, ELASTIC, FULL, HEAD, BN_BIAS, SUFFIX, RANDOM)}
+POLICIES: dict[str, Policy] = {p.name: p for p in (ADAPTIVE, ELASTIC, FULL, HEAD, BN_BIAS, SUFFIX, RANDOM, PRUNETRAIN)}
 
 
 def find_policy(policy: str | Policy) -> Policy:

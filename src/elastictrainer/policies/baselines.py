@@ -11,7 +11,7 @@ from elastictrainer.policies.policy import Policy
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.selection import Pin, pinned
 
-__all__ = ["BN_BIAS", "FULL", "HEAD", "SUFFIX"]
+__all__ = ["BN_BIAS", "FULL", "HEAD", "PRUNETRAIN", "SUFFIX"]
 
 Scores = Mapping[str, float] | None
 BudgetLike = str | float | Budget | None
@@ -21,6 +21,11 @@ MemoryLike = str | int | None
 def plan_full(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pin, memory: MemoryLike) -> Plan:
     """Everything that the loss reaches."""
     return _fixed(profile, profile.names, "full", memory)
+
+
+def plan_prunetrain(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pin, memory: MemoryLike) -> Plan:
+    """Everything that is still there: what PruneTrain leaves out is gone from the network."""
+    return _fixed(profile, profile.names, "prunetrain", memory)
 
 
 def plan_head(profile: Profile, scores: Scores, *, budget: BudgetLike, pin: Pin, memory: MemoryLike) -> Plan:
@@ -107,3 +112,10 @@ SUFFIX = Policy(
     "suffix", "Train the last tensors that fit the budget, the same ones throughout: a control.", "", plan_suffix,
     within_budget=True,
 )  # fmt: skip
+PRUNETRAIN = Policy(
+    "prunetrain",
+    "Train everything with group lasso, and take channels that reach zero out of the network at every interval.",
+    "Lym et al., PruneTrain, SC 2019",
+    plan_prunetrain,
+    shrinks=True,
+)

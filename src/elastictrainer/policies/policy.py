@@ -36,6 +36,7 @@ class Policy:
     `needs_scores`: the planner is handed importance, so the run probes. `replans`: it is asked again at every interval;
     otherwise its first plan stands for the whole run. `within_budget`: it keeps the time budget; otherwise it costs
     what it costs and the budget is not even looked at. `importance` is set where the policy is defined by one.
+    `shrinks`: the network loses channels while it trains (`runtime/prunetrain.py`).
     """
 
     name: str
@@ -46,6 +47,7 @@ class Policy:
     replans: bool = False
     within_budget: bool = False
     importance: str | None = None
+    shrinks: bool = False
 
     def plan(
         self,

@@ -26,19 +26,25 @@ __all__ = [
     "time_chart",
 ]
 
-COLOURS = 6  # how many the style sheet has; after that, lines are dashed
+COLOURS = 6  # how many the style sheet has; after that, lines are dashed and points square
 _CHARACTER = 6.1  # mean width of a character at the charts' 11 pixels
 _MANY = 60  # points of a series beyond which they are not marked one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value at a place, what is said of it, and whether it is the one that counts."""
+    """A value at a place, what is said of it, and whether it is the one that counts.
+
+    `low` and `high` are what the value lay between, where it is a mean: a band along a line of many points, whiskers
+    on `marked` ones.
+    """
 
     x: float
     y: float
     tip: str
     marked: bool = False
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class Series:
 
     @property
     def style(self) -> str:
-        return f"c{self.colour % COLOURS}" + (" dash" if self.colour // COLOURS % 2 else "")
+        """Colours first; then dashed lines and square points; then dotted lines."""
+        return f"c{self.colour % COLOURS}" + ("", " dash", " dots")[self.colour // COLOURS % 3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +121,15 @@ def chart(
     y_format: Callable[[float], str],
     references: Sequence[Reference] = (),
     x_zero: bool = True,
+    y_zero: bool = False,
     least_span: float = 0.0,
 ) -> Markup:
     """Series on common axes. `least_span` keeps noise from filling the height where nothing happens."""
     xs = [p.x for s in series for p in s.points]
-    ys = [p.y for s in series for p in s.points]
+    ys = [y for s in series for p in s.points for y in (p.y, p.low, p.high) if y is not None]
     ys += [r.y for r in references if r.y is not None] + [r.slope * x for r in references if r.slope for x in xs]
     x_low, x_high = _range([0.0, *xs] if x_zero else xs, pad=0.0 if x_zero else 0.08)
-    y_low, y_high = _range(ys, pad=0.08, least=least_span)
+    y_low, y_high = _range([0.0, *ys] if y_zero else ys, pad=0.08, least=least_span)
     y_ticks = ticks(y_low, y_high, 4 if height < 260 else 5)
     labels = [y_format(v) for v in y_ticks]
     left, right, top, bottom = max(map(text_width, labels), default=0) + 10, 14.0, 24.0, 38.0
@@ -211,29 +219,47 @@ def _reference(
 def _series(series: Series, px: Callable[[float], float], py: Callable[[float], float]) -> Markup:
     places = [(px(p.x), py(p.y)) for p in series.points]
     parts = []
+    spread = [(px(p.x), py(p.low), py(p.high), p) for p in series.points if p.low is not None and p.high is not None]
+    around = [(x, low, high) for x, low, high, p in spread if not p.marked and low - high > 0.5]
+    if series.line and len(around) > 1:
+        corners = [(x, high) for x, _, high in around] + [(x, low) for x, low, _ in reversed(around)]
+        parts.append(tag("path", d="M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in corners) + "Z", class_="spread"))
     if series.line and len(places) > 1:
         parts.append(tag("path", d="M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in places), class_="line"))
+    for x, low, high, point in spread:
+        if point.marked and low - high > 0.5:
+            ends = "".join(f"M{x - 4:.1f},{y:.1f}h8" for y in (low, high))
+            parts.append(tag("path", d=f"M{x:.1f},{low:.1f}V{high:.1f}{ends}", class_="whisker"))
     many = len(places) > _MANY
+    square = series.colour // COLOURS % 3 == 1
     for point, (x, y) in zip(series.points, places):
         kind = "point marked" if point.marked else "point quiet" if many else "point"
         radius = 5.0 if point.marked else 3.2
-        parts.append(tag("circle", cx=round(x, 1), cy=round(y, 1), r=radius, class_=kind, data_tip=point.tip))
+        if square:
+            corner = {"x": round(x - radius, 1), "y": round(y - radius, 1), "width": 2 * radius, "height": 2 * radius}
+            parts.append(tag("rect", **corner, class_=kind, data_tip=point.tip))
+        else:
+            parts.append(tag("circle", cx=round(x, 1), cy=round(y, 1), r=radius, class_=kind, data_tip=point.tip))
     return tag("g", *parts, class_=series.style)
 
 
 def bars(rows: Sequence[Bar], *, width: float, label: str) -> Markup:
-    """Horizontal bars from zero, each with its name before it and its value after."""
-    left = max(text_width(row.label) for row in rows) + 12
-    right = max(text_width(row.text) for row in rows) + 12
+    """Horizontal bars from zero, each with its name before it and its value after; above it where names are long."""
+    left = 1.1 * max(text_width(row.label) for row in rows) + 12  # these words are a pixel larger than an axis's
+    right = 1.1 * max(text_width(row.text) for row in rows) + 12
+    stacked = left + right > 0.7 * width
+    left, above, step = (0.0, 18, 46) if stacked else (left, 0, 28)
     longest = max((row.value for row in rows), default=0.0) or 1.0
+    most = int(width / (1.1 * _CHARACTER)) - 2
     parts: list[Markup] = []
     for number, row in enumerate(rows):
-        y = 6 + 28 * number
+        y = 6 + step * number
         length = max(row.value / longest * (width - left - right), 1.5)
+        name = row.label if len(row.label) <= most else row.label[: most - 1] + "…"
         parts += [
-            tag("text", row.label, x=left - 10, y=y + 13, class_="name end"),
-            tag("rect", x=left, y=y, width=length, height=18, rx=2, class_=f"bar c{row.colour % COLOURS}",
+            tag("text", name, x=0 if stacked else left - 10, y=y + 13, class_="name" if stacked else "name end"),
+            tag("rect", x=left, y=y + above, width=length, height=18, rx=2, class_=f"bar c{row.colour % COLOURS}",
                 data_tip=row.tip or f"{row.label}: {row.text}"),
-            tag("text", row.text, x=left + length + 7, y=y + 13, class_="value"),
+            tag("text", row.text, x=left + length + 7, y=y + above + 13, class_="value"),
         ]  # fmt: skip
-    return svg(*parts, width=width, height=6 + 28 * len(rows), label=label, class_="chart")
+    return svg(*parts, width=width, height=6 + step * len(rows), label=label, class_="chart")

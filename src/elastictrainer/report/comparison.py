@@ -1,4 +1,4 @@
-"""Several runs on one page: accuracy against seconds, and one table."""
+"""Several runs on one page: what accuracy costs by each method, and everything else that it costs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from urllib.parse import quote
 
 from elastictrainer.errors import ConfigError
 from elastictrainer.report import words
-from elastictrainer.report.charts import Point, Series, time_chart
+from elastictrainer.report.comparison_figures import (
+    accuracy_curves,
+    by_budget,
+    by_importance,
+    by_model,
+    energy,
+    frontier,
+    memory,
+    time_to_accuracy,
+)
+from elastictrainer.report.groups import Group, group_runs
 from elastictrainer.report.markup import Markup, tag
-from elastictrainer.report.page import FULL, figure, fold, legend, make_page, notes, save_page
+from elastictrainer.report.page import fold, make_page, notes, save_page
 from elastictrainer.report.reading import RunRecord, read_run
 from elastictrainer.report.tables import Cell, number_cell, table
 
@@ -21,12 +31,14 @@ __all__ = ["comparison_page", "write_comparison"]
 _OUTCOME = ("policy", "importance", "budget", "seed")  # what runs are compared by: no surprise if these differ
 
 
-def write_comparison(run_folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Make one page of several runs: accuracy against seconds, and a table to sort and save. Returns where it is.
+def write_comparison(run_folders: Sequence[str | Path], out: str | Path, *, remarks: Sequence[str] = ()) -> Path:
+    """Make one page of several runs: figures by method, and tables to sort and save. Returns where it is.
 
-        et.write_comparison(["runs/full", "runs/elastic"], "runs/comparison.html")
+        write_comparison(["runs/full", "runs/elastic"], "runs/comparison.html")
 
-    Runs need not be alike; the page says in what they differ, since a comparison is only fair if little else does.
+    Runs that differ only in their seed are one method, with its spread; every network and dataset has figures of its
+    own. Runs need not be alike; the page says in what they differ, since a comparison is only fair if little else does.
+    `remarks` are sentences to stand above everything else.
 
     Raises:
         CheckpointError: one of the folders is no run folder, or the page cannot be written.
@@ -35,58 +47,69 @@ def write_comparison(run_folders: Sequence[str | Path], out: str | Path) -> Path
     if not run_folders:
         raise ConfigError("no run to compare; give at least one run folder")
     runs = [read_run(folder) for folder in run_folders]
-    return save_page(comparison_page(runs, Path(out)), Path(out))
+    return save_page(comparison_page(runs, Path(out), remarks=remarks), Path(out))
 
 
-def comparison_page(runs: Sequence[RunRecord], out: Path) -> str:
+def comparison_page(runs: Sequence[RunRecord], out: Path, *, remarks: Sequence[str] = ()) -> str:
     names = _short_names([run.folder for run in runs])
-    titles = dict.fromkeys(run.title for run in runs)
+    groups = group_runs(runs, names)
+    workloads = list(dict.fromkeys(group.workload for group in groups))
     devices = dict.fromkeys(str(run.environment.get("device") or "unknown device") for run in runs)
     missing = [f"{name}: {sentence}" for name, run in zip(names, runs) for sentence in run.missing]
+    sections = [
+        _workload(workload, [g for g in groups if g.workload == workload], place, alone=len(workloads) == 1)
+        for place, workload in enumerate(workloads)
+    ]
     return make_page(
-        next(iter(titles)) if len(titles) == 1 else f"{len(runs)} runs",
-        " · ".join([f"{len(runs)} runs compared", *devices]),
+        workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads",
+        " · ".join([f"{len(runs)} runs of {len(groups)} methods compared", *devices]),
+        notes("To be read with this in mind", list(remarks)),
         notes("Not everything is here", missing),
-        tag("div", _curves(runs, names), _frontier(runs, names), class_="grid"),
+        *sections,
+        _by_model(groups),
         tag("section", tag("h2", "Outcome"), _outcome(runs, names, out), id="outcome"),
         _differences(runs, names),
     )
 
 
-def _curves(runs: Sequence[RunRecord], names: Sequence[str]) -> Markup:
-    series = [
-        Series(
-            name,
-            tuple(
-                Point(at, value, f"{name}\nepoch {epoch}, {words.seconds(at)}: {words.percent(value)}")
-                for at, value, epoch in run.curve("val_accuracy")
-            ),
-            colour,
-        )
-        for colour, (name, run) in enumerate(zip(names, runs))
+def _workload(workload: str, groups: Sequence[Group], place: int, *, alone: bool) -> Markup:
+    """One network on one dataset. Ids are numbered from the second workload on."""
+
+    def key(name: str) -> str:
+        return name if place == 0 else f"{name}-{place + 1}"
+
+    importance = by_importance(groups, key("by-importance"))
+    drawn = [
+        accuracy_curves(groups, key("accuracy")),
+        frontier(groups, key("frontier")),
+        *by_budget(groups, key("by-budget")),
+        *([] if importance is None else [importance]),
+        memory(groups, key("memory")),
+        energy(groups, key("energy")),
     ]
-    draw = time_chart(
-        series, label="Validation accuracy over seconds of training, for each run",
-        y_title="validation images classified right", y_format=lambda value: words.percent(value, 0), height=340,
-        least_span=0.04,
+    reached = time_to_accuracy(groups, key("time-to-accuracy"))
+    return tag(
+        "section",
+        "" if alone else tag("h2", workload, class_="workload"),
+        tag("div", *drawn, class_="grid"),
+        tag(
+            "section",
+            tag("h2", "Time to reach an accuracy"),
+            tag("p", "On validation images, as shares of the best that full training reached there; seconds of training"
+                " after the first epoch that had it, means over the seeds that did.", class_="about"),
+            reached,
+        ) if reached else "",
     )  # fmt: skip
-    caption = "After each epoch. Seconds include deciding what to train, and not evaluation."
-    return figure("Accuracy against seconds", draw, caption, legend(series), wide=FULL, key="accuracy")
 
 
-def _frontier(runs: Sequence[RunRecord], names: Sequence[str]) -> Markup:
-    series = []
-    for colour, (name, run) in enumerate(zip(names, runs)):
-        at, accuracy = run.figure("train_s"), run.accuracy
-        if at is not None and accuracy is not None:
-            tip = f"{name}\n{words.percent(accuracy)} ({run.accuracy_of}) after {words.seconds(at)}"
-            series.append(Series(name, (Point(at, accuracy, tip, marked=True),), colour, line=False))
-    draw = time_chart(
-        series, label="Final accuracy and training time of each run", y_title="final accuracy",
-        y_format=lambda value: words.percent(value, 0), height=300, least_span=0.04,
-    )  # fmt: skip
-    caption = "Where each run ended, with the weights that were kept: further up and further left is better."
-    return figure("Where each run ended", draw, caption, legend(series), wide=FULL, key="frontier")
+def _by_model(groups: Sequence[Group]) -> Markup:
+    """For each dataset that several networks were trained on."""
+    drawn: list[Markup] = []
+    for data in dict.fromkeys(group.data for group in groups):
+        on_it = [group for group in groups if group.data == data]
+        if len({group.model for group in on_it}) > 1:
+            drawn.append(by_model(on_it, f"by-model-{len(drawn) + 1}"))
+    return tag("div", *drawn, class_="grid", style="margin-top:20px") if drawn else Markup("")
 
 
 def _outcome(runs: Sequence[RunRecord], names: Sequence[str], out: Path) -> Markup:

@@ -21,7 +21,7 @@ _START = "<!doctype html>"
 
 def make_page(title: str, subtitle: str, *parts: str) -> str:
     """The whole document. Its policy lets the one script below run, by its hash, and nothing else whatever."""
-    style, script = _asset("style.css"), _asset("script.js")
+    style, script = asset("style.css"), asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     head = tag(
@@ -117,6 +117,6 @@ def fold(title: str, *content: str, key: str) -> Markup:
 
 
 @cache
-def _asset(name: str) -> Markup:
-    text = (resources.files("elastictrainer.report") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str) -> Markup:
+    text = resources.files("elastictrainer.report").joinpath("assets", name).read_text(encoding="utf-8")
     return join([Markup(text)])

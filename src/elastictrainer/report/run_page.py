@@ -22,7 +22,7 @@ __all__ = ["run_page", "write_report"]
 def write_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
     """Make the report of a run: one HTML file, for people, that needs no network. Returns where it is.
 
-        et.write_report("runs/birds")          # runs/birds/report.html
+        write_report("runs/birds")          # runs/birds/report.html
 
     Works on a run that is still going on or was killed: the page says what is missing. Costs well under a second.
 

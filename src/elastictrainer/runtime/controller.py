@@ -123,6 +123,7 @@ class Elastic:
         self._bn, self._resting_state = bn, resting_state
         self._applied: Applied | None = None
         self._checked_epoch = -1
+        self._rebuilt = 0
         self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
         self._clock = clock
@@ -130,7 +131,8 @@ class Elastic:
         self._steering = Steering(
             # Ranks that time themselves would each decide something else, so feedback is a single process's.
             enabled=feedback and not deterministic and self.policy.replans and ranks() == 1,
-            timed=not deterministic and ranks() == 1,
+            # A network that shrinks makes its forward pass faster: that would be taken for a faster machine.
+            timed=not deterministic and ranks() == 1 and not self.policy.shrinks,
             budget=self.budget,
             overlapping=self._device.type != "cpu",
             total_steps=total_steps,
@@ -185,6 +187,21 @@ class Elastic:
             yield
         finally:
             self._steering.window.exclude(self._now() - start)
+
+    @property
+    def plan_id(self) -> str:
+        """Names what is trained: the plan, and how often the network under it was rebuilt."""
+        assert self.plan is not None
+        return f"{self.plan.id}-{self._rebuilt}" if self._rebuilt else self.plan.id
+
+    def rebuilt(self, *, smaller: bool) -> None:
+        """After `undo`, within an epoch: the plan stands again, as a new event if the network has lost channels."""
+        assert self.plan is not None
+        if smaller:
+            self._rebuilt += 1
+            self._adopt(self.plan, reason="rebuilt")
+        else:
+            self._stand()
 
     def undo(self) -> None:
         """Restore the model's flags as they were before the first plan."""
@@ -350,7 +367,7 @@ class Elastic:
             "step": self.steps,
             "reason": reason,
             "similarity": similarity,
-            "id": plan.id,
+            "id": self.plan_id,
             "tensors": len(plan.trainable),
             "share_trained": sum(params[n].numel() for n in plan.trainable if n in params) / max(total, 1),
             "predicted_step_s": plan.step_s,
@@ -481,6 +498,7 @@ class Elastic:
         self.scores = dict(state["scores"]) if state["scores"] is not None else None
         self.overhead_s = dict(state["overhead_s"])
         self.history = [dict(event) for event in state["history"]]
+        self._rebuilt = sum(event["reason"] == "rebuilt" for event in self.history)
         self._steering.load_state_dict(state["steering"])
 
 

@@ -151,6 +151,7 @@ def fit(
             while run.goes_on:
                 run.begin_epoch()
                 for batch in run.elastic.epoch(run.feed()):
+                    run.shrink(batch)
                     run.count_flops(batch)
                     loss = run.step_loss_fn(model, batch)
                     run.scaler.scale(loss / run.group_size).backward()

@@ -128,11 +128,27 @@ def versions(device: torch.device) -> dict[str, Any]:
 def _commit() -> str | None:
     """The checkout's commit where this runs from one: read from git's files, so that git need not be installed."""
     for folder in Path(__file__).resolve().parents:
-        head = folder / ".git" / "HEAD"
-        if head.is_file():
-            text = head.read_text().strip()
-            reference = folder / ".git" / text.removeprefix("ref: ")
-            if not text.startswith("ref: "):
-                return text
-            return reference.read_text().strip() if reference.is_file() else None
+        if (folder / ".git").exists():
+            return read_commit(folder / ".git")
     return None
+
+
+def read_commit(git: Path) -> str | None:
+    """The commit that HEAD is at. `git` is a checkout's `.git`: its folder, or in a worktree a file that names one.
+
+    A branch is a file of its own, or after `git pack-refs` a line among others.
+    """
+    try:
+        if git.is_file():
+            git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        branch = head.removeprefix("ref: ")
+        shared = git / (git / "commondir").read_text().strip() if (git / "commondir").is_file() else git
+        if (shared / branch).is_file():
+            return (shared / branch).read_text().strip()
+        packed = (shared / "packed-refs").read_text().splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {branch}")), None)
+    except (OSError, UnicodeDecodeError):
+        return None

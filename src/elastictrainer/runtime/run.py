@@ -28,6 +28,8 @@ from elastictrainer.runtime.feed import Feed
 from elastictrainer.runtime.losses import Losses
 from elastictrainer.runtime.meters import Meters
 from elastictrainer.runtime.progress import Board, describe, make_progress
+from elastictrainer.runtime.prunetrain import PruneTrain
+from elastictrainer.runtime.resize import resize
 from elastictrainer.runtime.result import Record, Result, versions
 from elastictrainer.runtime.run_folder import RunFolder
 from elastictrainer.runtime.schedules import TimedCosine
@@ -96,6 +98,10 @@ class Run:
         self.step_loss_fn = self.adaptive.step_loss_fn if self.adaptive is not None else self.loss_fn
         self.schedule = self._make_schedule()
         stack.callback(self.elastic.undo)
+        self.pruning: PruneTrain | None = None
+        if self.elastic.policy.shrinks:
+            self.pruning = PruneTrain(model, optimizer, interval=self.elastic.interval)
+            stack.callback(self.pruning.close)
         self._best_in_memory: dict[str, Tensor] | None = None
         notes = self._resume() if settings.resume and self.folder is not None else []
         self._saved_at = self._evaluated_at = clock()
@@ -118,7 +124,10 @@ class Run:
         document = self.folder.read_json("result.json") if self.folder is not None else None
         if document is None or self.folder is None:
             return None
-        load_weights(self.model, self.folder.read_weights("model.safetensors"))
+        weights = self.folder.read_weights("model.safetensors")
+        if find_policy(self.config["policy"]).shrinks:
+            resize(self.model, weights)
+        load_weights(self.model, weights)
         return Result.from_dict(document)
 
     def _make_schedule(self) -> Any | None:
@@ -185,6 +194,8 @@ class Run:
             self.folder.wind_back({})
             return [*notes, f"{self.folder.path} holds no checkpoint yet: from the beginning"]
         try:
+            if self.pruning is not None:
+                self.pruning.load_state_dict(state["pruning"], state["weights"])
             load_weights(self.model, state["weights"])
             self.optimizer.load_state_dict(state["optimizer"])
             if self.schedule is not None:
@@ -229,14 +240,26 @@ class Run:
             device=self.device,
         )
 
+    def shrink(self, batch: Any) -> None:
+        """At PruneTrain's intervals: take out of the network what has become zero. Not paused: its time counts."""
+        record = self.record
+        if self.pruning is None or not self.pruning.due(epoch=record.epoch, batch=record.batch, step=record.step):
+            return
+        before = sum(p.numel() for p in self.model.parameters())
+        self.elastic.undo()
+        gone = self.pruning.rebuild(self.loss_fn, batch)
+        self.elastic.rebuilt(smaller=gone > 0)
+        if gone:
+            after = sum(p.numel() for p in self.model.parameters())
+            self.say(f"{gone} channels are gone: {after / before:.1%} of the {before} parameters are left")
+
     def count_flops(self, batch: Any) -> None:
         """Once a plan: the operations of a step of it, counted on an extra one that leaves no trace."""
-        plan = self.elastic.plan
-        assert plan is not None
-        if plan.id not in self.record.flops_by_plan:
+        plan = self.elastic.plan_id
+        if plan not in self.record.flops_by_plan:
             start, overhead_s = self.clock(), self.elastic.overhead_s
             with self.elastic.pause(), self.meters.paused():
-                self.record.flops_by_plan[plan.id] = self.meters.step_flops(self.model, self.step_loss_fn, batch)
+                self.record.flops_by_plan[plan] = self.meters.step_flops(self.model, self.step_loss_fn, batch)
             overhead_s["flops"] = overhead_s.get("flops", 0.0) + self.clock() - start
 
     @property
@@ -249,6 +272,8 @@ class Run:
 
     def stepped(self, loss: Tensor) -> None:
         """A batch has gone forward and backward."""
+        if self.pruning is not None:
+            self.pruning.saw(loss)
         self.record.step += 1
         self.record.batch += 1
         self.losses.add(loss, step=self.record.step)
@@ -367,6 +392,7 @@ class Run:
                 "schedule": self.schedule.state_dict() if self.schedule is not None else None,
                 "scaler": self.scaler.state_dict(),
                 "elastic": self.elastic.state_dict(),
+                "pruning": self.pruning.state_dict() if self.pruning is not None else None,
                 "record": self.record.to_dict(),
                 "streams": read_streams(),
                 "logs": self.folder.log_lengths(),
@@ -404,9 +430,9 @@ class Run:
         if kept != last:
             if self.folder is not None:
                 self.folder.write_weights("last.safetensors", unwrap(self.model).state_dict(), {"epoch": str(last + 1)})
-                load_weights(self.model, self.folder.read_weights(f"checkpoint/{_best_name(kept)}"))
+                self._take(self.folder.read_weights(f"checkpoint/{_best_name(kept)}"))
             elif self._best_in_memory is not None:
-                load_weights(self.model, self._best_in_memory)
+                self._take(self._best_in_memory)
         test = self.evaluate(test_loader) if test_loader is not None else None
         result = self._result(test, kept)
         if self.folder is not None:
@@ -415,6 +441,13 @@ class Run:
             self.folder.write_json("result.json", result.to_dict())
             write_report(self.folder.path)
         return result
+
+    def _take(self, weights: dict[str, Tensor]) -> None:
+        """Earlier weights; of a network that has shrunk since, with the channels it had."""
+        if self.pruning is not None:
+            self.elastic.undo()
+            resize(self.model, weights)
+        load_weights(self.model, weights)
 
     def _result(self, test: Score | None, kept: int) -> Result:
         record, stats = self.record, self.elastic.stats

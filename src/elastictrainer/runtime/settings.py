@@ -83,7 +83,7 @@ def configuration(
         "budget": str(Budget.parse(deciding["budget"])) if policy.within_budget else None,
         "policy": policy.name,
         "importance": (policy.importance or deciding["importance"]) if policy.needs_scores else None,
-        "interval": str(Interval.parse(deciding["interval"])) if policy.replans else None,
+        "interval": str(Interval.parse(deciding["interval"])) if policy.replans or policy.shrinks else None,
         "pin": _name(pin) if callable(pin) or isinstance(pin, str) else list(pin),
         "probe_batches": deciding["probe_batches"],
         "memory": deciding["memory"],

@@ -104,6 +104,80 @@
     });
   }
 
+  // Figures as files: what is on the screen, with its title, legend and the colours it has now written into it.
+  const PAINT = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "stroke-linejoin", "opacity", "font-size", "font-weight", "font-family", "text-anchor", "paint-order"];
+  const SVG = "http://www.w3.org/2000/svg";
+  const painted = (element, copy) => {
+    const style = getComputedStyle(element);
+    for (const key of PAINT) copy.setAttribute(key, style.getPropertyValue(key));
+    for (const key of ["class", "style", "data-tip"]) copy.removeAttribute(key);
+    [...element.children].forEach((child, i) => painted(child, copy.children[i]));
+  };
+  const add = (parent, name, attributes, text) => {
+    const made = document.createElementNS(SVG, name);
+    for (const key in attributes) made.setAttribute(key, attributes[key]);
+    if (text) made.textContent = text;
+    return parent.appendChild(made);
+  };
+  const standalone = (figure) => {
+    const shown = [...figure.querySelectorAll("svg")].find((svg) => svg.getBoundingClientRect().width > 0);
+    const box = shown.viewBox.baseVal, style = getComputedStyle(document.body);
+    const whole = document.createElementNS(SVG, "svg");
+    const text = { "font-family": "sans-serif", fill: style.color };
+    const ground = add(whole, "rect", { x: -12, y: -8, fill: getComputedStyle(figure).backgroundColor });
+    add(whole, "text", { ...text, x: 0, y: 14, "font-size": 14, "font-weight": 600 }, figure.querySelector("h2").textContent);
+    let x = 0, y = 34, top = 30;
+    for (const item of figure.querySelectorAll(".legend li")) {
+      const needed = 42 + 6.4 * item.textContent.length;
+      if (x && x + needed > box.width) { x = 0; y += 20; }
+      const mark = getComputedStyle(item.firstChild);
+      add(whole, "path", { d: `M${x},${y - 4}h18`, stroke: mark.color, "stroke-width": 2, "stroke-dasharray": { dashed: "6 4", dotted: "2 3" }[mark.borderTopStyle] || "none" });
+      add(whole, "text", { ...text, x: x + 25, y, "font-size": 11 }, item.textContent);
+      x += needed;
+      top = y + 14;
+    }
+    const copy = shown.cloneNode(true);
+    painted(shown, copy);
+    add(whole, "g", { transform: `translate(0 ${top})` }).append(...copy.childNodes);
+    const size = { width: box.width + 24, height: box.height + top + 16 };
+    for (const key in size) { ground.setAttribute(key, size[key]); whole.setAttribute(key, size[key]); }
+    whole.setAttribute("viewBox", `-12 -8 ${size.width} ${size.height}`);
+    return { text: new XMLSerializer().serializeToString(whole), ...size };
+  };
+  const save = (href, name) => {
+    const link = document.createElement("a");
+    link.href = href;
+    link.download = name;
+    link.click();
+  };
+  const saveFigure = (figure, kind) => {
+    const drawn = standalone(figure), href = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(drawn.text);
+    if (kind === "svg") return save(href, figure.id + ".svg");
+    const image = new Image();
+    image.onload = () => {
+      const canvas = document.createElement("canvas"), scale = 2;
+      canvas.width = drawn.width * scale;
+      canvas.height = drawn.height * scale;
+      canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+      save(canvas.toDataURL("image/png"), figure.id + ".png");
+    };
+    image.src = href;
+  };
+  for (const figure of document.querySelectorAll("figure")) {
+    if (!figure.querySelector("svg")) continue;
+    const row = document.createElement("p");
+    row.className = "save";
+    for (const kind of ["svg", "png"]) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = kind.toUpperCase();
+      button.title = `Save this figure as ${kind.toUpperCase()}`;
+      button.addEventListener("click", () => saveFigure(figure, kind));
+      row.append(button);
+    }
+    figure.append(row);
+  }
+
   // On paper nothing can be unfolded.
   let opened = [];
   addEventListener("beforeprint", () => { opened = [...document.querySelectorAll("details:not([open])")]; opened.forEach((d) => { d.open = true; }); });

@@ -1,0 +1,283 @@
+"""Running a comparison: every cell an `elastictrainer train` in a process of its own.
+
+So one cell's memory, crash or threads are no other's, and anyone can type what was run.
+
+out/
+  comparison.yaml     what was asked; a file for `elastictrainer compare --config`
+  train.yaml          the options that all cells share; a file for `elastictrainer train --config`
+  cells/WORKLOAD/METHOD-lrLR-sSEED/         a run folder each; ...-trial: trials of learning rates
+  logs/               what each cell printed
+  pixels/             decoded images, so that only the first cell of a dataset decodes
+  results.csv         a row a finished cell
+  report.html         the final cells side by side
+
+What is done is what the run folders say: there is no other record that could disagree with them.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from elastictrainer.compare.board import Board, Progress
+from elastictrainer.compare.grid import Cell, Grid, Method, Workload
+from elastictrainer.compare.table import write_table
+from elastictrainer.errors import CheckpointError
+from elastictrainer.report import write_comparison
+from elastictrainer.runtime.checkpoint import reason, write_atomically
+
+__all__ = ["Comparison", "Outcome"]
+
+_GROWS = ("model", "weights", "data", "policy", "importance", "budget", "lr", "seed")
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a comparison: the finished final cells, what failed and why, remarks, and where it all is."""
+
+    finals: tuple[Cell, ...]
+    failed: dict[str, str]
+    remarks: tuple[str, ...]
+    csv: Path
+    report: Path | None
+
+
+@dataclass(slots=True)
+class _Running:
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    since: float = field(default_factory=time.monotonic)
+
+
+class Comparison:
+    """A grid, run in a folder.
+
+    Args:
+        shared: the options of `elastictrainer train` that all cells have in common, by their keys in its YAML file.
+        asked: the whole comparison, by the keys of `elastictrainer compare`; kept in `comparison.yaml`.
+        jobs: cells at a time. More than one is for accuracies: seconds and memory then tell nothing.
+
+    Raises:
+        CheckpointError: the folder holds another comparison, or one that was not asked to be continued.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        out: Path,
+        *,
+        shared: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        resume: bool = False,
+        jobs: int = 1,
+        board: Board | None = None,
+    ) -> None:
+        self.grid, self.out, self.jobs = grid, out, jobs
+        self.failed: dict[str, str] = {}
+        self._open(dict(shared), dict(asked), resume)
+        self.progress = Progress(grid, out)
+        self.board = board
+
+    def run(self) -> Outcome:
+        """Run what is left. Ctrl-C lets the running cells write a checkpoint first.
+
+        Costs, besides the cells themselves, the start of a process for each: some seconds.
+        """
+        remarks: list[str] = []
+        for workload in self.grid.workloads:
+            self._run([self.grid.under(self.out, cell) for cell in self.grid.trials(workload)])
+            rates = self._rates(workload, remarks)
+            self.progress.rates.update({(workload, method): rate for method, rate in rates.items()})
+            self._run([self.grid.under(self.out, cell) for cell in self.grid.finals(workload, rates)])
+        return self._outcome(remarks)
+
+    # -- the folder --------------------------------------------------------------------------------------------------
+
+    def _open(self, shared: dict[str, Any], asked: dict[str, Any], resume: bool) -> None:
+        kept = self.out / "comparison.yaml"
+        try:
+            if kept.exists():
+                before = yaml.safe_load(kept.read_text(encoding="utf-8"))
+                self._check_same(before if isinstance(before, dict) else {}, asked, resume)
+            elif self.out.exists() and any(self.out.iterdir()) and not resume:
+                raise CheckpointError(f"{self.out} is not empty and nothing is overwritten; choose another folder")
+            (self.out / "logs").mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, yaml.safe_dump(asked, sort_keys=False, allow_unicode=True))
+            write_atomically(self.out / "train.yaml", yaml.safe_dump(shared, sort_keys=False, allow_unicode=True))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise CheckpointError(f"cannot keep a comparison in {self.out}: {reason(error)}") from error
+
+    def _check_same(self, before: dict[str, Any], asked: dict[str, Any], resume: bool) -> None:
+        """A comparison may grow by models, policies, seeds and the like; what all its cells share may not change."""
+        if not resume:
+            raise CheckpointError(f"{self.out} holds a comparison; go on with it by --resume, or choose another folder")
+        differ = [
+            f"{key} was {before.get(key)!r}, now {asked.get(key)!r}"
+            for key in dict.fromkeys((*before, *asked))
+            if key not in _GROWS and before.get(key) != asked.get(key)
+        ]
+        if differ:
+            raise CheckpointError(
+                f"{self.out} holds another comparison: {'; '.join(differ)}; ask for the same, or choose another folder"
+            )
+
+    # -- cells -------------------------------------------------------------------------------------------------------
+
+    def _run(self, cells: Sequence[Cell]) -> None:
+        waiting = [cell for cell in cells if result(cell) is None]
+        running: list[_Running] = []
+        self._show(running)
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.jobs:
+                    running.append(self._start(waiting.pop(0)))
+                    self._show(running)
+                for one in [one for one in running if one.process.poll() is not None]:
+                    running.remove(one)
+                    self._ended(one)
+                    self._show(running)
+                if self.board is not None:
+                    self.board.tick(self.progress, [one.cell for one in running])
+                time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            _stop(running)
+            raise
+        finally:
+            for one in running:
+                if one.process.poll() is None:
+                    one.process.kill()
+                one.log.close()
+
+    def _show(self, running: Sequence[_Running]) -> None:
+        if self.board is not None:
+            self.board.show(self.progress, [one.cell for one in running])
+
+    def command(self, cell: Cell) -> list[str]:
+        """The command line of a cell, to be typed by anyone."""
+        shared = ["--config", str(self.out / "train.yaml"), "--data-cache", str(self.out / "pixels")]
+        return ["train", *shared, *cell.arguments()]
+
+    def _start(self, cell: Cell) -> _Running:
+        log = self._log(cell).open("wb")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "elastictrainer", *self.command(cell)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is passed on once, by us
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )  # fmt: skip
+        self._say(f"begins: {cell.name}")
+        return _Running(cell, process, log)
+
+    def _ended(self, one: _Running) -> None:
+        one.log.close()
+        cell = one.cell
+        found = result(cell)
+        if found is None:
+            why = _last_line(self._log(cell)) or f"ended with exit code {one.process.returncode}"
+            self.failed[cell.name] = why
+            self._say(f"failed: {cell.name}: {why}")
+            return
+        self.failed.pop(cell.name, None)
+        self.progress.ended(cell, time.monotonic() - one.since)
+        accuracy = found["accuracy"]["final"]
+        shown = "" if accuracy is None else f"{accuracy:.1%} ({found['accuracy']['of']}), "
+        self._say(f"done: {cell.name}: {shown}{self.progress.left()}")
+        self._write([])
+
+    def _say(self, text: str) -> None:
+        if self.board is not None:
+            self.board.say(text)
+
+    def _log(self, cell: Cell) -> Path:
+        return self.out / "logs" / f"{cell.folder.parent.name}--{cell.folder.name}.txt"
+
+    def _rates(self, workload: Workload, remarks: list[str]) -> dict[Method, float]:
+        """The rate of each method: the best on validation. A rate that diverged is out; a method without any is too."""
+        if not self.grid.tunes:
+            return dict.fromkeys(self.grid.methods, self.grid.rates[0])
+        tried: dict[Method, dict[float, float]] = {}
+        for cell in self.grid.trials(workload):
+            found = result(self.grid.under(self.out, cell))
+            scores = [a for a in (found or {}).get("accuracy", {}).get("per_epoch", []) if a is not None]
+            if scores:
+                tried.setdefault(cell.method, {})[cell.lr] = max(scores)
+        for method in self.grid.methods:
+            if method not in tried:
+                self.failed[f"{workload.name}: {method.name}"] = "no learning rate of the grid could be trained with"
+        best = {method: max(scores, key=lambda rate: scores[rate]) for method, scores in tried.items()}
+        for method, rate in best.items():
+            if rate in (min(self.grid.rates), max(self.grid.rates)):
+                end = "largest" if rate == max(self.grid.rates) else "smallest"
+                remarks.append(
+                    f"{workload.name}: {method.name} did best at lr {rate:g}, the {end} of the grid: "
+                    "a wider grid might do it more justice."
+                )
+        return best
+
+    # -- what is left behind -----------------------------------------------------------------------------------------
+
+    def _finished(self) -> list[Cell]:
+        """Every cell of the grid with a result, trials first; finals at whatever rate was chosen."""
+        cells = []
+        for workload in self.grid.workloads:
+            chosen = {m: r for (w, m), r in self.progress.rates.items() if w == workload}
+            cells += [*self.grid.trials(workload), *self.grid.finals(workload, chosen)]
+        placed = [self.grid.under(self.out, cell) for cell in cells]
+        return [cell for cell in placed if result(cell) is not None]
+
+    def _write(self, remarks: Sequence[str]) -> Path | None:
+        done = self._finished()
+        write_table(self.out / "results.csv", done)
+        finals = [cell.folder for cell in done if cell.stage == "final"]
+        if not finals:
+            return None
+        failed = [f"{name}: {why}" for name, why in self.failed.items()]
+        return write_comparison(finals, self.out / "report.html", remarks=[*failed, *remarks])
+
+    def _outcome(self, remarks: Sequence[str]) -> Outcome:
+        finals = tuple(cell for cell in self._finished() if cell.stage == "final")
+        return Outcome(finals, dict(self.failed), tuple(remarks), self.out / "results.csv", self._write(remarks))
+
+
+def result(cell: Cell) -> dict[str, Any] | None:
+    """The result of a cell that has ended."""
+    try:
+        document: dict[str, Any] = json.loads((cell.folder / "result.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{cell.folder / 'result.json'} cannot be read: {reason(error)}") from error
+    return document
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    """Let cells finish their step and write a checkpoint; a second Ctrl-C ends them as they are."""
+    for one in running:
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGINT)
+    for one in running:
+        one.process.wait()
+
+
+def _last_line(log: Path) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("elastictrainer: error: ") if lines else ""
+
+
+def _die_with_parent() -> None:
+    """Linux: a comparison that is killed outright takes its cell with it, which would else train on unseen."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

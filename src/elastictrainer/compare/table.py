@@ -1,0 +1,74 @@
+"""One CSV of a comparison: a row a finished cell, with everything that its figures depend on."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastictrainer.compare.grid import Cell
+from elastictrainer.runtime.checkpoint import write_atomically
+
+__all__ = ["COLUMNS", "row", "write_table"]
+
+_FIGURES = (
+    "steps", "best_epoch", "train_s", "eval_s", "full_step_s", "step_s", "predicted_ratio", "measured_ratio",
+    "peak_bytes", "deciding_peak_bytes", "flops", "energy_j", "energy_meter", "restarts",
+)  # fmt: skip
+_ENVIRONMENT = ("device", "threads", "torch", "python", "elastictrainer", "platform", "commit")
+COLUMNS = (
+    "model", "weights", "data", "stage", "method", "policy", "importance", "budget", "lr", "seed", "epochs",
+    "batch_size", "accuracy", "accuracy_of", "val_accuracy", "per_epoch_s", "per_epoch_val_accuracy", *_FIGURES,
+    "profile_s", "probe_s", "select_s", "apply_s", "forward_s", *_ENVIRONMENT, "folder",
+)  # fmt: skip
+
+
+def row(cell: Cell) -> dict[str, Any]:
+    """The figures of a finished cell. A trial has no accuracy on test images: rates are chosen without them."""
+    made = json.loads((cell.folder / "result.json").read_text(encoding="utf-8"))
+    config = yaml.safe_load((cell.folder / "config.yaml").read_text(encoding="utf-8"))
+    epochs = [json.loads(line) for line in (cell.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    accuracies = [value for value in made["accuracy"]["per_epoch"] if value is not None]
+    overhead = made["overhead_s"]
+    return {
+        "model": cell.workload.model,
+        "weights": cell.workload.weights,
+        "data": cell.workload.data,
+        "stage": cell.stage,
+        "method": cell.method.name,
+        "policy": made["policy"],
+        "importance": made["importance"],
+        "budget": cell.method.budget,
+        "lr": cell.lr,
+        "seed": made["seed"],
+        "epochs": made["epochs"],
+        "batch_size": made["batch_size"],
+        "accuracy": made["accuracy"]["final"],
+        "accuracy_of": made["accuracy"]["of"],
+        "val_accuracy": max(accuracies, default=None),
+        "per_epoch_s": " ".join(f"{line['train_s']:.6g}" for line in epochs),
+        "per_epoch_val_accuracy": " ".join(_shown(line.get("val_accuracy")) for line in epochs),
+        **{figure: made.get(figure) for figure in _FIGURES},
+        **{f"{part}_s": overhead.get(part) for part in ("profile", "probe", "select", "apply", "forward")},
+        **{fact: (config.get("environment") or {}).get(fact) for fact in _ENVIRONMENT},
+        "folder": str(cell.folder),
+    }
+
+
+def _shown(accuracy: float | None) -> str:
+    """Of an epoch; a policy may find evaluating not worth its time after some."""
+    return "-" if accuracy is None else f"{accuracy:.6g}"
+
+
+def write_table(path: Path, cells: Iterable[Cell]) -> None:
+    """Replace the table in one moment. What was not measured is an empty field."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row(cell) for cell in cells)
+    write_atomically(path, text.getvalue())

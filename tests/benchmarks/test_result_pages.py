@@ -1,0 +1,116 @@
+"""docs/results is what the kept tables say, for tables that are there and for tables that are not."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import pages
+
+ROOT = Path(__file__).parents[2]
+HERE = {"device": "cuda (NVIDIA H200)", "threads": 8, "torch": "2.15.0", "seed": 0, "commit": "abc1234"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """One small table of every kind."""
+
+    def cell(method: str, accuracy: float, train_s: float, seed: int = 0, stage: str = "final") -> dict[str, Any]:
+        costs = dict.fromkeys(("profile_s", "probe_s", "select_s", "apply_s", "forward_s"), 1.0)
+        return {
+            "model": "torchvision/resnet50", "data": "../shared/data/cub200", "stage": stage, "method": method,
+            "lr": 0.003, "accuracy": accuracy, "train_s": train_s, "measured_ratio": train_s / 100,
+            "peak_bytes": 2**30, **costs, **HERE, "seed": seed,
+        }  # fmt: skip
+
+    write(tmp_path / "paper_half_cuda.csv", [
+        cell("full", 0.8, 100), cell("full shorter 0.5x", 0.7, 50), cell("suffix 0.5x", 0.5, 52),
+        *(cell("elastic 0.5x", 0.6 + 0.02 * seed, 60, seed) for seed in range(3)),
+        cell("elastic 0.5x", 0.99, 1, stage="rate"),
+    ])  # fmt: skip
+    write(tmp_path / "paper_rest_cuda.csv", [cell("elastic 0.7x", 0.65, 75)])
+    write(tmp_path / "paper_similarity_cuda.csv", [
+        {"model": "resnet50", "data": "cub200", "what": "epochs apart", "count": 2, "pairs": 4, "cosine": 0.87,
+         "least": 0.8} | HERE
+    ])  # fmt: skip
+    write(tmp_path / "paper_resolution_cuda.csv", [
+        {"model": "resnet50", "budget": "0.5x", "cells": 100, "of_best": 0.97, "ms": 1.5} | HERE
+    ])  # fmt: skip
+    write(tmp_path / "time_model_cpu_t1_b4_off.csv", [
+        {"model": "resnet50", "batch": 4, "image": 96, "plans": 60, "median": 0.012, "p95": 0.05, "chain_median": 0.2,
+         "chain_p95": 0.4, "full_step_s": 0.25, "profile_steps": 90} | HERE
+    ])  # fmt: skip
+    write(tmp_path / "time_model_plans_cpu_t1_b4_off.csv", [
+        {"model": "resnet50", "measured_ratio": 0.5, "predicted_ratio": 0.51} | HERE,
+        {"model": "vit", "measured_ratio": 0.7, "predicted_ratio": 0.69} | HERE,
+    ])  # fmt: skip
+    write(tmp_path / "solver.csv", [
+        {"instance": "chain", "tensors": 1000, "rho": 0.5, "memory": "", "solver": "select", "ms": 9.0,
+         "score_of_best": 1.0} | HERE,
+        {"instance": "chain", "tensors": 1000, "rho": 0.5, "memory": "", "solver": "published", "ms": 900.0,
+         "score_of_best": 0.9, "over_budget": 0.01} | HERE,
+        {"instance": "resnet50", "tensors": 161, "rho": "", "memory": 0.5, "solver": "refused: no"} | HERE,
+    ])  # fmt: skip
+    return tmp_path
+
+
+def row_of(page: str, start: str) -> list[str]:
+    line = next(line for line in page.splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_every_figure_on_a_page_comes_from_its_row(results: Path) -> None:
+    made = pages.build(results)
+    index = made["index.md"]
+    assert row_of(index, "full")[1:5] == ["80.0", "1", "1.00", "1.000"]
+    assert row_of(index, "elastic 0.5x")[1:6] == ["62.0 ± 2.0", "3", "0.60", "0.600", "8.3%"]
+    assert "12.0 points above suffix 0.5x" in index
+    assert "8.0 points below full shorter 0.5x (70.0%)" in index
+    assert "with 1 seed that may be chance" in index.lower()
+    assert "99.0" not in index, "a trial of a rate is no result"
+    assert "| 0.87 |" in index
+    assert row_of(made["time-model.md"], "resnet50")[1:5] == ["1.2%", "5.0%", "20.0%", "40.0%"]
+    assert [line for line in made["solver.md"].splitlines() if "published" in line and "90.00%" in line]
+    assert "97.00%" in made["solver.md"]
+    assert "NVIDIA H200" in index
+    assert "abc1234" in index
+
+
+def test_pictures_are_drawings_and_every_one_is_shown(results: Path) -> None:
+    made = pages.build(results)
+    pictures = [name for name in made if name.endswith(".svg")]
+    assert set(pictures) == {"frontier-1.svg", "time_model_plans_cpu_t1_b4_off.svg"}
+    text = "".join(page for name, page in made.items() if name.endswith(".md"))
+    for name in pictures:
+        root = ElementTree.fromstring(made[name])
+        assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) >= 2
+        assert f"({name})" in text
+
+
+def test_what_is_not_there_is_said_with_its_command(tmp_path: Path) -> None:
+    made = pages.build(tmp_path)
+    assert not [name for name in made if name.endswith(".svg")]
+    for name, command in (("index.md", "benchmarks/paper.py"), ("time-model.md", "benchmarks/time_model.py"),
+                          ("solver.md", "make bench")):  # fmt: skip
+        assert "has not been measured yet" in made[name]
+        assert command in made[name]
+
+
+def test_the_pages_in_the_repository_are_what_its_tables_say() -> None:
+    for name, text in pages.build(ROOT / "benchmarks" / "results").items():
+        kept = ROOT / "docs" / "results" / name
+        assert kept.exists(), f"docs/results/{name} is missing: make results"
+        assert kept.read_text(encoding="utf-8") == text, f"docs/results/{name} is out of date: make results"

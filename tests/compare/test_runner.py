@@ -1,0 +1,254 @@
+"""A comparison from outside: cells are run folders, finished ones are never run again, a killed one goes on."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from elastictrainer import cli
+from elastictrainer.compare import Cell, Comparison, Grid
+from elastictrainer.compare.board import Progress, draw
+from elastictrainer.compare.table import COLUMNS
+from elastictrainer.errors import CheckpointError
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Two classes that a network can tell apart: dark and bright noise."""
+    noise = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 4), ("test", 4)):
+        for label, level in (("dark", 40), ("bright", 200)):
+            place = tmp_path / "data" / split / label
+            place.mkdir(parents=True)
+            for index in range(count):
+                pixels = np.clip(noise.normal(level, 20, (32, 32, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(place / f"{index}.png")
+    return tmp_path / "data"
+
+
+def command(images: Path, out: Path, *more: object, policy: str = "full,shorter") -> list[str]:
+    words = [
+        "compare", "--model", "torchvision/resnet18", "--data", images, "--policy", policy, "--epochs", 6,
+        "--image-size", 32, "--batch-size", 4, "--lr", "0.01", "--bn", "track", "--device", "cpu", "--threads", 1,
+        "--probe-batches", 2, "--out", out, *more,
+    ]  # fmt: skip
+    return [str(word) for word in words]
+
+
+def start(images: Path, out: Path, *more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "elastictrainer", *command(images, out, *more)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while not list((folder / "checkpoint").glob("save-*[0-9]")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_comparison_stopped_in_one_cell_and_killed_in_the_next_goes_on(
+    images: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    cells = out / "cells" / "resnet18_on_data"
+    full, shorter = cells / "full-lr0.01-s0", cells / "full_shorter_0.5x-lr0.01-s0"
+    process = start(images, out)
+    wait_for_checkpoint(full, process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines() == ["begins: resnet18 on data: full, lr 0.01, seed 0", "elastictrainer: interrupted"]
+    assert "stopped" in (out / "logs" / "resnet18_on_data--full-lr0.01-s0.txt").read_text()
+    process = start(images, out, "--resume")
+    wait_for_checkpoint(shorter, process)
+    process.send_signal(signal.SIGKILL)
+    _, said = process.communicate()
+    assert "done: resnet18 on data: full, lr 0.01, seed 0" in said
+    assert "1 of 2 cells, about" in said
+    before = (full / "result.json").stat()
+    assert not (shorter / "result.json").exists()
+    time.sleep(0.5)  # the cell has died with its parent: its folder is free
+
+    assert cli.main(command(images, out)) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert cli.main(command(images, out, "--resume", "--json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (full / "result.json").stat() == before, "a finished cell was run again"
+    made = json.loads((shorter / "result.json").read_text())
+    assert made["restarts"] == 1
+    assert (made["epochs"], made["policy"]) == (3, "full")
+    assert json.loads((full / "result.json").read_text())["restarts"] == 1
+
+    assert [cell["method"] for cell in document["cells"]] == ["full", "full shorter 0.5x"]
+    with (out / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    for row in rows:
+        folder = Path(row["folder"])
+        result = json.loads((folder / "result.json").read_text())
+        environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
+        assert float(row["accuracy"]) == result["accuracy"]["final"]
+        assert float(row["train_s"]) == result["train_s"]
+        assert (row["device"], row["torch"]) == (environment["device"], environment["torch"])
+        assert (row["seed"], row["accuracy_of"], row["stage"]) == ("0", "test", "final")
+        assert len(row["per_epoch_s"].split()) == result["epochs"]
+        assert (folder / "report.html").is_file()
+    page = (out / "report.html").read_text()
+    assert "full, 6 epochs" in page
+    assert "full, 3 epochs" in page
+    # What is kept can be given back: the file asks for the same comparison, which is finished.
+    assert cli.main(["compare", "--config", str(out / "comparison.yaml"), "--out", str(out), "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_stops_no_other(images: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    code = cli.main(command(images, out, "--budget", "0.01x", "--epochs", 1, policy="suffix,full"))
+    said = capsys.readouterr()
+    assert code == 1
+    assert "failed: resnet18 on data: suffix 0.01x" in said.err
+    assert "the least that works" in said.out
+    assert "full" in said.out
+    assert "suffix 0.01x" in (out / "report.html").read_text()
+
+
+def test_wrong_use_is_one_line_with_everything_in_it(tmp_path: Path, capsys: Any) -> None:
+    code = cli.main(
+        ["compare", "--model", "resnet5000", "--data", str(tmp_path / "no"), "--policy", "elastik,full",
+         "--budget", "2h,x", "--lr", "0.1,-1", "--out", str(tmp_path / "out")]
+    )  # fmt: skip
+    complaint = capsys.readouterr().err
+    assert code == 2
+    assert complaint.count("\n") == 1
+    for word in ("'resnet5000'", str(tmp_path / "no"), "did you mean 'elastic'?", "'x'", "lr -1"):
+        assert word in complaint
+    assert not (tmp_path / "out").exists()
+
+
+# -- without training: folders as cells leave them -------------------------------------------------------------------
+
+
+def grid(**changes: Any) -> Grid:
+    options: dict[str, Any] = {
+        "models": ["builtin"], "data": ["builtin"], "policies": ["full", "head"], "rates": [0.001, 0.01, 0.1],
+        "seeds": [0, 1], "epochs": 6,
+    }  # fmt: skip
+    return Grid.of(**{**options, **changes})
+
+
+def comparison(tmp_path: Path, made: Grid, **options: Any) -> Comparison:
+    return Comparison(made, tmp_path / "out", shared={}, asked={"epochs": 6, "lr": [1]}, **options)
+
+
+def leave(out: Path, cell: Cell, *, val: float, test: float | None = None, train_s: float = 10.0) -> None:
+    """What of a finished cell a comparison reads."""
+    folder = out / cell.folder
+    folder.mkdir(parents=True)
+    document = {
+        "accuracy": {"per_epoch": [val / 2, val], "final": test, "of": "test"}, "train_s": train_s, "eval_s": 2.0,
+        "epochs": cell.epochs, "restarts": 0,
+    }  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(document))
+
+
+def test_rates_are_the_best_on_validation_and_diverged_ones_are_out(tmp_path: Path) -> None:
+    made = grid()
+    run = comparison(tmp_path, made)
+    scores = {("full", 0.001): 0.5, ("full", 0.01): 0.7, ("full", 0.1): 0.6, ("head", 0.001): 0.3, ("head", 0.01): 0.4}
+    for cell in made.trials(made.workloads[0]):
+        if (cell.method.policy, cell.lr) in scores:  # head at 0.1 diverged
+            leave(
+                tmp_path / "out",
+                cell,
+                val=scores[cell.method.policy, cell.lr],
+                test=1 - scores[cell.method.policy, cell.lr],
+            )
+    remarks: list[str] = []
+    rates = run._rates(made.workloads[0], remarks)
+    assert {method.policy: rate for method, rate in rates.items()} == {"full": 0.01, "head": 0.01}
+    assert remarks == []
+    assert run.failed == {}
+
+
+def test_a_best_rate_at_the_edge_of_the_grid_is_remarked_and_none_at_all_is_a_failure(tmp_path: Path) -> None:
+    made = grid()
+    run = comparison(tmp_path, made)
+    for cell in made.trials(made.workloads[0]):
+        if cell.method.policy == "full":
+            leave(tmp_path / "out", cell, val=cell.lr)
+    remarks: list[str] = []
+    rates = run._rates(made.workloads[0], remarks)
+    assert {method.policy: rate for method, rate in rates.items()} == {"full": 0.1}
+    assert "the largest of the grid" in remarks[0]
+    assert list(run.failed.values()) == ["no learning rate of the grid could be trained with"]
+
+
+def test_estimates_come_from_the_methods_own_cells_then_from_its_neighbours(tmp_path: Path) -> None:
+    made = grid(rates=[0.1])
+    workload, (full, head) = made.workloads[0], made.methods
+    progress = Progress(made, tmp_path)
+    assert progress.left_s(workload, full) is None
+    assert progress.left() == "0 of 4 cells"
+    first, second = made.finals(workload, dict.fromkeys(made.methods, 0.1))[:2]
+    leave(tmp_path, first, val=0.5, train_s=58.0)  # 6 epochs in 60 s with evaluation
+    assert progress.left_s(workload, full) == pytest.approx(60)
+    assert progress.left_s(workload, head) == pytest.approx(120)
+    progress.ended(progress.cells(workload, full)[1][0], 65.0)  # a process took 5 s to start
+    assert progress.left_s(workload, full) == pytest.approx(65)
+    leave(tmp_path, second, val=0.5, train_s=10.0)
+    assert progress.left_s(workload, head) == pytest.approx(12 + 5)
+    half = progress.cells(workload, full)[1][1]
+    half.folder.mkdir(parents=True)
+    (half.folder / "metrics.jsonl").write_text("{}\n{}\n{}\n")
+    assert progress.left_s(workload, full) == pytest.approx(30 + 5)
+    assert progress.left() == "2 of 4 cells, about 52s left"
+
+
+def test_the_live_table_shows_what_is_done_left_and_going_on(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    made = grid(rates=[0.1], policies=["full", "elastic"])
+    cells = [made.under(tmp_path, c) for c in made.finals(made.workloads[0], dict.fromkeys(made.methods, 0.1))]
+    leave(tmp_path, made.finals(made.workloads[0], dict.fromkeys(made.methods, 0.1))[0], val=0.5, test=0.61)
+    progress = Progress(made, tmp_path)
+    progress.rates = {(made.workloads[0], method): 0.1 for method in made.methods}
+    screen = Console(width=140, record=True, file=io.StringIO())
+    screen.print(draw(progress, [cells[1]]))
+    shown = screen.export_text()
+    assert "1 of 4 cells" in shown
+    assert "61.0%" in shown
+    row = next(line for line in shown.splitlines() if "elastic 0.5x" in line)
+    assert "lr 0.1 seed 0: epoch 1/6" in row
+
+
+def test_a_folder_of_another_comparison_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    made = grid()
+    comparison(tmp_path, made)
+    with pytest.raises(CheckpointError, match="--resume"):
+        comparison(tmp_path, made)
+    with pytest.raises(CheckpointError, match="epochs was 6, now 7; batch-size was None, now 4"):
+        Comparison(made, tmp_path / "out", shared={}, asked={"epochs": 7, "lr": [2], "batch-size": 4}, resume=True)
+    Comparison(made, tmp_path / "out", shared={}, asked={"epochs": 6, "lr": [1, 2]}, resume=True)  # it may grow
+    assert yaml.safe_load((tmp_path / "out" / "comparison.yaml").read_text())["lr"] == [1, 2]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match="nothing is overwritten"):
+        Comparison(made, tmp_path / "mine", shared={}, asked={})

@@ -1,0 +1,100 @@
+"""Comparisons of real runs: seeds are one method, controls are named apart, what was not reached is said."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from elastictrainer.errors import CheckpointError, ConfigError
+from elastictrainer.report import write_comparison, write_plots
+from elastictrainer.report.comparison_figures import accuracy_levels
+from elastictrainer.report.groups import Group, group_runs
+from elastictrainer.report.reading import read_run
+
+
+@pytest.fixture(scope="module")
+def groups(runs: list[Path]) -> list[Group]:
+    return group_runs([read_run(run) for run in runs], [run.name for run in runs])
+
+
+def test_runs_that_differ_in_their_seed_are_one_method(groups: list[Group]) -> None:
+    sizes = {(group.model, group.name): len(group.runs) for group in groups}
+    assert sizes == {
+        ("torchvision/resnet50", "full, 4 epochs"): 2,
+        ("torchvision/resnet50", "full, 2 epochs"): 1,
+        ("torchvision/resnet50", "head"): 1,
+        ("torchvision/resnet50", "elastic 0.6x"): 2,
+        ("torchvision/resnet50", "elastic 0.8x"): 2,
+        ("torchvision/resnet50", "elastic magnitude 0.6x"): 1,
+        ("torchvision/resnet50", "random 0.6x"): 1,
+        ("torchvision/mobilenet_v2", "full"): 1,
+        ("torchvision/mobilenet_v2", "elastic 0.6x"): 1,
+    }
+
+
+def test_a_group_is_the_mean_of_its_runs(groups: list[Group]) -> None:
+    group = groups[0]
+    made = [json.loads((run.folder / "result.json").read_text()) for run in group.runs]
+    spread = group.over(lambda run: run.figure("train_s"))
+    assert spread is not None
+    seconds = [result["train_s"] for result in made]
+    assert (spread.mean, spread.low, spread.high) == (statistics.mean(seconds), min(seconds), max(seconds))
+    for epoch, (_, accuracy, number) in enumerate(group.curve("val_accuracy")):
+        assert number == epoch + 1
+        assert accuracy.mean == pytest.approx(statistics.mean(r["accuracy"]["per_epoch"][epoch] for r in made))
+
+
+def test_time_to_an_accuracy_is_that_of_the_first_epoch_that_had_it(groups: list[Group]) -> None:
+    here = [group for group in groups if group.model == "torchvision/resnet50"]
+    levels = accuracy_levels(here)
+    best = statistics.mean(max(v for _, v, _ in run.curve("val_accuracy")) for run in here[0].runs)
+    assert levels[-1] == pytest.approx(best)
+    for group in here:
+        for level in levels:
+            by_hand = []
+            for run in group.runs:
+                reached = [at for at, value, _ in run.curve("val_accuracy") if value >= level]
+                by_hand += reached[:1]
+            assert group.seconds_to(level) == by_hand
+
+
+def test_runs_that_nothing_tells_apart_keep_their_folders_names(runs: list[Path], tmp_path: Path) -> None:
+    copies = []
+    for bn in ("frozen", "track"):
+        folder = tmp_path / f"with-{bn}"
+        folder.mkdir()
+        for name in ("metrics.jsonl", "result.json", "plans.jsonl", "profile.json"):
+            (folder / name).write_bytes((runs[0] / name).read_bytes())
+        (folder / "config.yaml").write_text((runs[0] / "config.yaml").read_text().replace("bn: frozen", f"bn: {bn}"))
+        copies.append(folder)
+    found = group_runs([read_run(run) for run in copies], [run.name for run in copies])
+    assert [group.name for group in found] == ["with-frozen", "with-track"]
+
+
+def test_a_run_that_has_no_epoch_yet_is_compared_as_far_as_it_goes(runs: list[Path], tmp_path: Path) -> None:
+    young = tmp_path / "young"
+    young.mkdir()
+    (young / "config.yaml").write_bytes((runs[0] / "config.yaml").read_bytes())
+    page = write_comparison([young, *runs[2:4]], tmp_path / "c.html").read_text()
+    assert "no epoch has been completed" in page
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        write_comparison([], tmp_path / "c.html")
+    with pytest.raises(CheckpointError, match="no folder"):
+        write_comparison([tmp_path / "nowhere"], tmp_path / "c.html")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no figure"):
+        write_plots(tmp_path / "notes.txt", tmp_path / "figures")
+
+
+def test_every_figure_becomes_a_drawing_with_its_legend(runs: list[Path], tmp_path: Path) -> None:
+    page = write_comparison(runs, tmp_path / "c.html")
+    drawn = {path.stem: ElementTree.parse(path).getroot() for path in write_plots(page, tmp_path / "figures")}
+    words = {e.text for e in drawn["accuracy"].iter("{http://www.w3.org/2000/svg}text")}
+    assert {"Accuracy against seconds", "full, 4 epochs", "elastic 0.6x"} <= words
