@@ -23,6 +23,7 @@ def train(out: Path, *, model: str = "torchvision/resnet50", epochs: int = 4, lr
     """A run folder: a real run of a small network, under the name of a real one."""
     net = small_net()
     told = {"model": model, "data": "birds", **options.pop("config", {})}
+    options.setdefault("policy", "elastic")
     fit(
         net, make_optimizer("sgd", net.parameters(), lr=lr), cross_entropy, batches(20), epochs=epochs, out=out,
         profile=chain_profile(net), probe_batches=2, interval=1, val_loader=batches(4, seed=1),

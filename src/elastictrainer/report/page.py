@@ -118,5 +118,5 @@ def fold(title: str, *content: str, key: str) -> Markup:
 
 @cache
 def asset(name: str) -> Markup:
-    text = resources.files("elastictrainer.report").joinpath("assets", name).read_text(encoding="utf-8")
+    text = (resources.files("elastictrainer.report") / "assets" / name).read_text(encoding="utf-8")
     return join([Markup(text)])
