@@ -56,7 +56,12 @@ def documented() -> list[Any]:
     shown = re.compile(r"^::: (\S+)(?:\n    options: \{ members: \[(.*)\] \})?$", re.MULTILINE)
     for page in (ROOT / "docs" / "reference").glob("*.md"):
         for path, listed in shown.findall(page.read_text(encoding="utf-8")):
-            module = importlib.import_module(path)
+            try:
+                module = importlib.import_module(path)
+            except ModuleNotFoundError:  # a page on one thing of a module
+                owner, _, name = path.rpartition(".")
+                found.append(getattr(importlib.import_module(owner), name))
+                continue
             members = listed.split(", ") if listed else getattr(module, "__all__", ())
             found += [module, *(getattr(module, name) for name in members)]
     return found

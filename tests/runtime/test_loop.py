@@ -265,6 +265,7 @@ def test_an_optimizer_of_a_third_party(tmp_path: Path, profiled: bool) -> None:
     prices = chain_profile(small_net()) if profiled else None
     options: dict[str, Any] = {
         "epochs": 4, "interval": 1, "profile": prices, "budget": "0.6x" if profiled else "1x", "deterministic": True,
+        "policy": "elastic",
         "progress": False, "val_loader": batches(5, seed=1),
     }  # fmt: skip
     whole, model = small_net(), small_net()
@@ -295,7 +296,7 @@ def test_a_bar_on_a_terminal() -> None:
         "from elastictrainer.runtime.optimizers import make_optimizer\n"
         "model = small_net()\n"
         "fit(model, make_optimizer('sgd', model.parameters(), lr=0.1), cross_entropy, batches(4), epochs=2,\n"
-        "    profile=chain_profile(model), val_loader=batches(1))\n"
+        "    profile=chain_profile(model), val_loader=batches(1), policy='elastic')\n"
     )
     leader, follower = pty.openpty()
     done = subprocess.run(
