@@ -41,6 +41,11 @@ def commit() -> str:
         return "unknown"
 
 
+def folder_or_none(text: str) -> Path | None:
+    """A folder of weights, or `none` for networks from a random start: where only time and memory are measured."""
+    return None if text.lower() == "none" else Path(text)
+
+
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows whose columns are the union of all keys, in order of appearance; atomically."""
     rows = list(rows)

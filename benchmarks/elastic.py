@@ -35,7 +35,7 @@ from torch import nn
 import elastictrainer as et
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, print_table, where, write_csv
+from common import RESULTS, folder_or_none, print_table, where, write_csv
 from workloads import images, loss_fn, network
 
 
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--models", default="resnet50,mobilenet_v2,vit_s")
     parser.add_argument("--budgets", default="0.35,0.5,0.7,0.9")
     parser.add_argument("--data", type=Path, default=Path("../shared/data/pets37"))
-    parser.add_argument("--weights", type=Path, default=Path("../shared/weights"))
+    parser.add_argument("--weights", type=folder_or_none, default=Path("../shared/weights"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=4)

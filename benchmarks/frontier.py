@@ -32,7 +32,7 @@ import torch
 import elastictrainer as et
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, print_table, where, write_csv
+from common import RESULTS, folder_or_none, print_table, where, write_csv
 from elastic import sgd
 from workloads import images, loss_fn, network
 
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="0.05,0.1,0.2,0.5")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--data", type=Path, default=Path("../shared/data/pets37"))
-    parser.add_argument("--weights", type=Path, default=Path("../shared/weights"))
+    parser.add_argument("--weights", type=folder_or_none, default=Path("../shared/weights"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=4)
