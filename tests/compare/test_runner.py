@@ -182,10 +182,18 @@ def test_rates_are_the_best_on_validation_and_diverged_ones_are_out(tmp_path: Pa
                 test=1 - scores[cell.method.policy, cell.lr],
             )
     remarks: list[str] = []
-    rates = run._rates(made.workloads[0], remarks)
+    diverged = made.trials(made.workloads[0])[-1]
+    run.failed[diverged.name] = "the loss is not finite"
+    rates = run._rates(made.workloads[0])
+    run._judge(made.workloads[0], rates, remarks)
     assert {method.policy: rate for method, rate in rates.items()} == {"full": 0.01, "head": 0.01}
-    assert remarks == []
-    assert run.failed == {}
+    assert remarks == [f"{diverged.name}: the loss is not finite"]
+    assert run.failed == {}, "a rate that diverges is what a grid is for"
+    # Whoever goes on later knows the rates before anything runs, so that tables do not lose what was finished.
+    assert not Comparison(made, tmp_path / "out", shared={}, asked={"epochs": 6, "lr": [1]}, resume=True).progress.rates
+    leave(tmp_path / "out", diverged, val=0.1)
+    again = Comparison(made, tmp_path / "out", shared={}, asked={"epochs": 6, "lr": [1]}, resume=True)
+    assert {method.policy: rate for (_, method), rate in again.progress.rates.items()} == {"full": 0.01, "head": 0.01}
 
 
 def test_a_best_rate_at_the_edge_of_the_grid_is_remarked_and_none_at_all_is_a_failure(tmp_path: Path) -> None:
@@ -195,7 +203,8 @@ def test_a_best_rate_at_the_edge_of_the_grid_is_remarked_and_none_at_all_is_a_fa
         if cell.method.policy == "full":
             leave(tmp_path / "out", cell, val=cell.lr)
     remarks: list[str] = []
-    rates = run._rates(made.workloads[0], remarks)
+    rates = run._rates(made.workloads[0])
+    run._judge(made.workloads[0], rates, remarks)
     assert {method.policy: rate for method, rate in rates.items()} == {"full": 0.1}
     assert "the largest of the grid" in remarks[0]
     assert list(run.failed.values()) == ["no learning rate of the grid could be trained with"]

@@ -13,6 +13,7 @@ from loop_support import batches, small_net
 from torch import Tensor, nn
 
 from elastictrainer.errors import ConfigError, ModelError
+from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.interval import Interval
 from elastictrainer.runtime.loop import fit
 from elastictrainer.runtime.optimizers import make_optimizer
@@ -304,5 +305,10 @@ def test_networks_that_it_is_not_for_are_refused(tmp_path: Path) -> None:
         )  # fmt: skip
     with pytest.raises(ConfigError, match="neither compiled nor distributed"):
         pruner(nn.DataParallel(network()))
+    net = network()
+    with pytest.raises(ConfigError, match=r"only et\.fit does"):
+        next(
+            Elastic(net, make_optimizer("sgd", net.parameters(), lr=0.1), loss_fn, policy="prunetrain").epoch(images())
+        )
     with pytest.raises(ModelError, match="LayerNorm cannot"):
         resize(nn.Sequential(nn.LayerNorm(8)), {"0.weight": torch.ones(7)})

@@ -88,6 +88,9 @@ class Comparison:
         self._open(dict(shared), dict(asked), resume)
         self.progress = Progress(grid, out)
         self.board = board
+        for workload in grid.workloads:  # so that tables hold, all along, what was finished before
+            if all(result(grid.under(out, cell)) is not None for cell in grid.trials(workload)):
+                self.progress.rates.update({(workload, m): rate for m, rate in self._rates(workload).items()})
 
     def run(self) -> Outcome:
         """Run what is left. Ctrl-C lets the running cells write a checkpoint first.
@@ -97,7 +100,8 @@ class Comparison:
         remarks: list[str] = []
         for workload in self.grid.workloads:
             self._run([self.grid.under(self.out, cell) for cell in self.grid.trials(workload)])
-            rates = self._rates(workload, remarks)
+            rates = self._rates(workload)
+            self._judge(workload, rates, remarks)
             self.progress.rates.update({(workload, method): rate for method, rate in rates.items()})
             self._run([self.grid.under(self.out, cell) for cell in self.grid.finals(workload, rates)])
         return self._outcome(remarks)
@@ -202,8 +206,8 @@ class Comparison:
     def _log(self, cell: Cell) -> Path:
         return self.out / "logs" / f"{cell.folder.parent.name}--{cell.folder.name}.txt"
 
-    def _rates(self, workload: Workload, remarks: list[str]) -> dict[Method, float]:
-        """The rate of each method: the best on validation. A rate that diverged is out; a method without any is too."""
+    def _rates(self, workload: Workload) -> dict[Method, float]:
+        """The rate of each method: the best on validation among those that have been tried; pure reading."""
         if not self.grid.tunes:
             return dict.fromkeys(self.grid.methods, self.grid.rates[0])
         tried: dict[Method, dict[float, float]] = {}
@@ -212,18 +216,22 @@ class Comparison:
             scores = [a for a in (found or {}).get("accuracy", {}).get("per_epoch", []) if a is not None]
             if scores:
                 tried.setdefault(cell.method, {})[cell.lr] = max(scores)
+        return {method: max(scores, key=lambda rate: scores[rate]) for method, scores in tried.items()}
+
+    def _judge(self, workload: Workload, rates: Mapping[Method, float], remarks: list[str]) -> None:
+        """After the trials. A rate that diverged is out, and no failure; a method without any rate is one."""
+        for cell in self.grid.trials(workload):
+            if cell.method in rates and cell.name in self.failed:
+                remarks.append(f"{cell.name}: {self.failed.pop(cell.name)}")
         for method in self.grid.methods:
-            if method not in tried:
+            if method not in rates:
                 self.failed[f"{workload.name}: {method.name}"] = "no learning rate of the grid could be trained with"
-        best = {method: max(scores, key=lambda rate: scores[rate]) for method, scores in tried.items()}
-        for method, rate in best.items():
-            if rate in (min(self.grid.rates), max(self.grid.rates)):
-                end = "largest" if rate == max(self.grid.rates) else "smallest"
+            elif self.grid.tunes and rates[method] in (min(self.grid.rates), max(self.grid.rates)):
+                end = "largest" if rates[method] == max(self.grid.rates) else "smallest"
                 remarks.append(
-                    f"{workload.name}: {method.name} did best at lr {rate:g}, the {end} of the grid: "
+                    f"{workload.name}: {method.name} did best at lr {rates[method]:g}, the {end} of the grid: "
                     "a wider grid might do it more justice."
                 )
-        return best
 
     # -- what is left behind -----------------------------------------------------------------------------------------
 

@@ -155,7 +155,8 @@ def by_model(groups: Sequence[Group], key: str) -> Markup:
 
 def by_importance(groups: Sequence[Group], key: str) -> Markup | None:
     """Accuracy by what importance is measured by, at the same budget (Fig. 20); None where there is one alone."""
-    scored = [g for g in groups if g.importance is not None]
+    # Other policies that measure importance differ in more than that.
+    scored = [g for g in groups if g.importance is not None and g.policy in ("elastic", "random")]
     kept = [
         g for g in scored
         if len({other.importance for other in scored if other.budget == g.budget and other.epochs == g.epochs}) > 1

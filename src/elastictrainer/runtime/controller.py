@@ -123,6 +123,8 @@ class Elastic:
         self._bn, self._resting_state = bn, resting_state
         self._applied: Applied | None = None
         self._checked_epoch = -1
+        self.shrinking = False
+        """Set by who rebuilds the network where the policy says that it shrinks: `et.fit`."""
         self._rebuilt = 0
         self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
@@ -147,6 +149,10 @@ class Elastic:
             DataError: the loader gave no batch at all.
             BudgetError: no plan fits; the least feasible budget is stated.
         """
+        if self.policy.shrinks and not self.shrinking:
+            raise ConfigError(
+                f"policy {self.policy.name!r} rebuilds the network as it trains, which only et.fit does; use that"
+            )
         ahead = Lookahead(loader, clock=self._clock)
         with contextlib.suppress(TypeError):
             self._steering.steps_per_epoch = len(loader)  # type: ignore[arg-type]  # what has no length raises

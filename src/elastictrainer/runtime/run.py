@@ -101,6 +101,7 @@ class Run:
         self.pruning: PruneTrain | None = None
         if self.elastic.policy.shrinks:
             self.pruning = PruneTrain(model, optimizer, interval=self.elastic.interval)
+            self.elastic.shrinking = True
             stack.callback(self.pruning.close)
         self._best_in_memory: dict[str, Tensor] | None = None
         notes = self._resume() if settings.resume and self.folder is not None else []
