@@ -115,7 +115,8 @@ def similarity_suite(args: argparse.Namespace) -> None:
             if not (out / "result.json").exists():
                 et.fit(
                     model, sgd(model, float(args.rates.split(",")[0])), loss_fn, data.train, epochs=args.epochs,
-                    policy="elastic", budget="0.5x", interval=1, out=out, resume=True, val_loader=data.val, progress=False,
+                    policy="elastic", budget="0.5x", interval=1, out=out, resume=True, val_loader=data.val,
+                    progress=False,
                 )  # fmt: skip
             events = [json.loads(line) for line in (out / "plans.jsonl").read_text().splitlines()]
             scores = {e["epoch"]: e["scores"] for e in events if e["reason"] in ("first", "interval")}
