@@ -47,10 +47,12 @@ __all__ = [
     "Threads",
     "Version",
     "Weights",
+    "checked",
+    "registered",
 ]
 
 
-def _checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
     """A callback that leaves the text as it was written, once the library has been able to read it."""
 
     def callback(value: str | None) -> str | None:
@@ -64,7 +66,7 @@ def _checked(check: Callable[[str], object]) -> Callable[[str | None], str | Non
     return callback
 
 
-def _registered(module: str, registry: str) -> Callable[[str | None], str | None]:
+def registered(module: str, registry: str) -> Callable[[str | None], str | None]:
     """A callback that accepts the names of a registry; the registry is imported only when a name is to be checked."""
 
     def callback(value: str | None) -> str | None:
@@ -155,7 +157,7 @@ Optimizer = Annotated[
     str,
     typer.Option(
         "--optimizer",
-        callback=_registered("elastictrainer.runtime.optimizers", "OPTIMIZERS"),
+        callback=registered("elastictrainer.runtime.optimizers", "OPTIMIZERS"),
         help="sgd (momentum 0.9, decoupled decay), adam or adamw.",
         rich_help_panel=_TRAINING,
     ),
@@ -165,7 +167,7 @@ Policy = Annotated[
     str,
     typer.Option(
         "--policy",
-        callback=_registered("elastictrainer.policies", "POLICIES"),
+        callback=registered("elastictrainer.policies", "POLICIES"),
         help="What decides which tensors train; `ls policies` lists them.",
         rich_help_panel=_BUDGET,
     ),
@@ -174,7 +176,7 @@ Importance = Annotated[
     str,
     typer.Option(
         "--importance",
-        callback=_registered("elastictrainer.importance", "IMPORTANCES"),
+        callback=registered("elastictrainer.importance", "IMPORTANCES"),
         help="How a tensor's worth is measured; `ls importances` lists them.",
         rich_help_panel=_BUDGET,
     ),
@@ -183,7 +185,7 @@ Interval = Annotated[
     str,
     typer.Option(
         "--interval",
-        callback=_checked(_read_interval),
+        callback=checked(_read_interval),
         help="How long a plan stands before the next probe: epochs ('3'), '500steps' or 'auto'.",
         rich_help_panel=_BUDGET,
     ),
@@ -192,7 +194,7 @@ Budget = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        callback=_checked(budgets.Budget.parse),
+        callback=checked(budgets.Budget.parse),
         help="A share of full training ('0.5x') or a time ('30min', '12ms').",
         rich_help_panel=_BUDGET,
     ),
@@ -201,7 +203,7 @@ Memory = Annotated[
     str | None,
     typer.Option(
         "--memory",
-        callback=_checked(budgets.parse_bytes),
+        callback=checked(budgets.parse_bytes),
         help="The most memory a step may take ('800MiB').",
         rich_help_panel=_BUDGET,
     ),

@@ -15,7 +15,7 @@ from elastictrainer.cli.output import Output
 if TYPE_CHECKING:
     from elastictrainer.runtime.result import Result
 
-__all__ = ["train"]
+__all__ = ["new_folder", "train"]
 
 _TRAINING, _PLAN, _OUTPUT = "Training", "Budget and plan", "Output"
 
@@ -155,7 +155,7 @@ def train(
         clip=clip,
         autocast=autocast,
         early_stop=early_stop,
-        out=out if out is not None else _new_folder(Path("runs")),
+        out=out if out is not None else new_folder(Path("runs"), "train"),
         resume=resume,
         checkpoint_every=checkpoint_every,
         seed=seed,
@@ -192,6 +192,6 @@ def _show(screen: Output, result: Result) -> None:
     screen.document(result.to_dict())
 
 
-def _new_folder(parent: Path) -> Path:
+def new_folder(parent: Path, verb: str) -> Path:
     """A folder that is not there yet: runs/train-1, runs/train-2, ..."""
-    return next(path for n in count(1) if not (path := parent / f"train-{n}").exists())
+    return next(path for n in count(1) if not (path := parent / f"{verb}-{n}").exists())
