@@ -15,7 +15,16 @@ from elastictrainer.cli.output import Output
 if TYPE_CHECKING:
     from elastictrainer.fewshot.learner import Outcome
 
-__all__ = ["Compute", "FewShotBatch", "FewShotRate", "FewShotSteps", "Method", "Scheme", "adapt"]
+__all__ = [
+    "BackwardMemory",
+    "Compute",
+    "FewShotBatch",
+    "FewShotRate",
+    "FewShotSteps",
+    "Scheme",
+    "adapt",
+    "check_method",
+]
 
 _TRAINING, _PLAN = "Training", "Budget and plan"
 
@@ -41,12 +50,22 @@ BackwardMemory = Annotated[
         rich_help_panel=_PLAN,
     ),
 ]
+check_one = options.registered("elastictrainer.fewshot.methods", "METHODS")
+
+
+def check_method(names: list[str] | None) -> list[str] | None:
+    """A callback for `--method` where it may be given again."""
+    for name in names or ():
+        check_one(name)
+    return names
+
+
 Method = Annotated[
     str,
     typer.Option(
         "--method",
-        callback=options.registered("elastictrainer.fewshot.methods", "METHODS"),
-        help="none, full, last, sparse_update, elastic or tinytrain.",
+        callback=check_one,
+        help="none, full, last, bias, sparse_update, elastic or tinytrain.",
         rich_help_panel=_PLAN,
     ),
 ]

@@ -50,7 +50,7 @@ from elastictrainer.cli import options
 
 __all__ = ["VERBS", "App", "app", "load_verbs"]
 
-VERBS = ("train", "adapt", "profile", "plan", "report", "ls", "doctor")
+VERBS = ("train", "adapt", "fewshot", "metatrain", "profile", "plan", "report", "ls", "doctor")
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 

@@ -15,7 +15,7 @@ from elastictrainer.cli.output import Output
 if TYPE_CHECKING:
     from elastictrainer.runtime.result import Result
 
-__all__ = ["new_folder", "train"]
+__all__ = ["new_folder", "show", "train"]
 
 _TRAINING, _PLAN, _OUTPUT = "Training", "Budget and plan", "Output"
 
@@ -167,10 +167,10 @@ def train(
         config=work.config(),
         weights_metadata=work.network.metadata(),
     )
-    _show(screen, result)
+    show(screen, result)
 
 
-def _show(screen: Output, result: Result) -> None:
+def show(screen: Output, result: Result) -> None:
     from elastictrainer.budget import format_bytes, format_seconds
 
     accuracy = result.accuracy["final"]

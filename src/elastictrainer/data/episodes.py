@@ -48,7 +48,7 @@ class Episodes:
 
     With `ways` and `shots` every task has so many classes and images a class to learn from. Without, they vary as in
     Meta-Dataset: 5 to 50 classes, up to 500 images in all, more of classes that have more. Queries are up to `queries`
-    a class, as many of each class, and never among the support.
+    a class, as many of each class, and never among the support. `only` names the classes to draw from.
 
     >>> episode = Episodes(np.repeat(np.arange(6), 4), ways=3, shots=1, queries=2).episode(0)
     >>> episode.ways, len(episode.support), len(episode.query)
@@ -60,6 +60,7 @@ class Episodes:
     shots: int | None = 5
     queries: int = QUERIES
     seed: int = 0
+    only: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.ways is None) != (self.shots is None):
@@ -78,6 +79,8 @@ class Episodes:
     def _eligible(self) -> tuple[Positions, int]:
         need = 2 if self.shots is None else self.shots + 1
         counts = np.bincount(self.labels)
+        if self.only is not None:
+            counts[np.setdiff1d(np.arange(len(counts)), self.only)] = 0
         return np.flatnonzero(counts >= need), need
 
     def episode(self, index: int) -> Episode:

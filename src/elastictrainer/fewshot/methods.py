@@ -5,6 +5,7 @@
 none: prototypes of the network as it is; nothing trains
 full: everything trains, whatever the ceilings
 last: the last layer before the features trains
+bias: biases alone train, for which no activation is kept
 sparse_update: a scheme that was searched offline trains, the same for every task
 elastic: the tensors worth most by gradient times update, by the exact solver
 tinytrain: the layers and channels worth most by Fisher potential
@@ -91,6 +92,12 @@ def _last(task: Task) -> Plan:
     return plan_of(task.prices, set(task.prices.layers[-1].tensors), note="last")
 
 
+def _bias(task: Task) -> Plan:
+    graph = task.prices.profile.graph
+    chosen = {t.name for t in graph.tensors if len(t.shape) == 1 and t.name.rpartition(".")[2] == "bias"}
+    return plan_of(task.prices, chosen, note="bias")
+
+
 def _tinytrain(task: Task) -> Plan:
     return select_channels(
         task.prices, task.potential(), memory=task.ceilings.memory, compute=task.ceilings.compute
@@ -125,6 +132,14 @@ METHODS: dict[str, Method] = {
         Method("none", "prototypes of the network as it is; nothing trains", "", lambda task: None, once=True),
         Method("full", "everything trains, whatever the ceilings", "", _full, within=False, once=True, bits=False),
         Method("last", "the last layer before the features trains", "", _last, within=False, once=True),
+        Method(
+            "bias",
+            "biases alone train, for which no activation is kept",
+            "Cai et al., TinyTL, NeurIPS 2020, without its lite residual modules",
+            _bias,
+            within=False,
+            once=True,
+        ),
         Method(
             "sparse_update",
             "a scheme that was searched offline trains, the same for every task",
