@@ -126,6 +126,7 @@ def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, arg
                     "backward_bytes": summary.backward_bytes,
                     "full_bytes": learner.plain.full.nbytes,
                     "backward_share": summary.backward_share,
+                    "remembered_bytes": summary.remembered_bytes,
                     "decide_s": summary.decide_s, "steps_s": summary.steps_s,
                     "versus_full": statistics.median(ratios[1:] or ratios) if ratios else None,
                     "peak_bytes": peak_bytes(learner, summary.method, tasks.episode(0)),

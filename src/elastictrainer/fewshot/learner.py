@@ -56,6 +56,7 @@ class Outcome:
     losses: tuple[float, ...]
     decide_s: float
     steps_s: float
+    remembered_bytes: int = 0
 
 
 class Learner:
@@ -115,7 +116,9 @@ class Learner:
         prototypes = self.head.of(self.model, support, labels, episode.ways)
         queries = Queries(self.bank.images(episode.query), self._labels(episode.query_labels), prototypes)
         right = self.head.right(self.model, queries)
-        return Outcome(method.name, right / len(episode.query), plan, done.losses, decide_s, done.steps_s)
+        return Outcome(
+            method.name, right / len(episode.query), plan, done.losses, decide_s, done.steps_s, done.remembered_bytes
+        )
 
     def plan(self, method: Method, episode: Episode, index: int, support: Tensor, labels: Tensor) -> Plan | None:
         """The method's plan for the task; one that does not look at the task is made once."""

@@ -25,6 +25,7 @@ class Summary:
     accuracy: Mean
     backward_bytes: float
     backward_share: float
+    remembered_bytes: float
     decide_s: float
     steps_s: float
 
@@ -60,6 +61,7 @@ def run_episodes(
                 "backward_bytes": 0 if spent is None else spent.nbytes,
                 "saved_bytes": 0 if spent is None else spent.saved_bytes,
                 "full_bytes": full.nbytes,
+                "remembered_bytes": outcome.remembered_bytes,
                 "backward_share": 0.0 if spent is None else spent.macs / full.macs,
                 "plan": None if outcome.plan is None else outcome.plan.id,
             }  # fmt: skip
@@ -79,6 +81,7 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[Summary]:
             Mean.of([row["accuracy"] for row in found]),
             sum(row["backward_bytes"] for row in found) / len(found),
             sum(row["backward_share"] for row in found) / len(found),
+            sum(row["remembered_bytes"] for row in found) / len(found),
             median(row["decide_s"] for row in found[1:] or found),
             median(row["steps_s"] for row in found[1:] or found),
         )

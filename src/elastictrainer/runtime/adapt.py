@@ -21,16 +21,21 @@ from elastictrainer.fewshot.heads import Prototypes, Queries
 from elastictrainer.metrics.timing import synchronize
 from elastictrainer.plan import Plan
 from elastictrainer.runtime.apply import apply
+from elastictrainer.runtime.remember import Remembered
 
 __all__ = ["Adapted", "adapt"]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """How an adaptation went: the pseudo-queries' loss at each step, and the seconds of all steps together."""
+    """How an adaptation went: the pseudo-queries' loss at each step, and the seconds of all steps together.
+
+    `remembered_bytes` were kept of the support images' forward pass, not to run it again.
+    """
 
     losses: tuple[float, ...]
     steps_s: float
+    remembered_bytes: int = 0
 
 
 def adapt(
@@ -60,7 +65,8 @@ def adapt(
     Raises:
         TrainingError: the loss is not finite.
 
-    Cost: a step is a forward pass of the support, and forward and backward of as many pseudo-queries.
+    Cost: a step is forward and backward of a view of each support image, and a forward pass of these images through
+    what trains and all that follows (see `runtime/remember.py`).
     """
     model.eval()
     if plan is None or not plan.trainable:
@@ -71,8 +77,9 @@ def adapt(
         stack.enter_context(apply(model, plan, optimizer=optimizer, bits=bits))
         synchronize(device)
         start = time.perf_counter()
+        remembered = Remembered(model, support[:1])
         for step in range(steps):
-            prototypes = head.of(model, support, labels, ways)
+            prototypes = remembered.again(lambda: head.of(model, support, labels, ways))
             queries = views(step)
             optimizer.zero_grad(set_to_none=True)
             total = torch.zeros((), device=device)
@@ -89,4 +96,4 @@ def adapt(
     wrong = next((step for step, value in enumerate(values) if not math.isfinite(value)), None)
     if wrong is not None:
         raise TrainingError(f"the loss is {values[wrong]} at step {wrong + 1}; a lower learning rate may help")
-    return Adapted(values, elapsed)
+    return Adapted(values, elapsed, remembered.nbytes)
