@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastictrainer import importance, metrics, policies
+from elastictrainer.backward import BackwardPrices
 from elastictrainer.budget import Budget
 from elastictrainer.errors import (
     BudgetError,
@@ -15,17 +16,18 @@ from elastictrainer.errors import (
     TrainingError,
 )
 from elastictrainer.plan import Plan
-from elastictrainer.profiling import Profile, profile
+from elastictrainer.profiling import Profile, price_backward, profile
 from elastictrainer.runtime.apply import Applied, apply
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.loop import fit
 from elastictrainer.runtime.result import Result
-from elastictrainer.selection import select
+from elastictrainer.selection import select, select_channels
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Applied",
+    "BackwardPrices",
     "Budget",
     "BudgetError",
     "CheckpointError",
@@ -45,6 +47,8 @@ __all__ = [
     "importance",
     "metrics",
     "policies",
+    "price_backward",
     "profile",
     "select",
+    "select_channels",
 ]

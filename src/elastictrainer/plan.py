@@ -8,12 +8,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from elastictrainer.budget import Budget, format_bytes, format_seconds
 from elastictrainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from elastictrainer.backward import Spent
     from elastictrainer.profiling.profile import Profile
     from elastictrainer.why import Why
 
@@ -41,7 +43,12 @@ class Plan:
     - `optimal`: every set of operations that backward may have to reach was searched, none was left out for being one
       of too many, and `gap` is within what was asked for.
 
-    `id` names what is trained: plans that train the same tensors share it, on every machine and at every price.
+    `channels` names, for a tensor that trains in part, the output channels that do (rows of its first dimension); a
+    trainable tensor that is not in it trains whole. A plan that was made without a clock has NaN seconds, and states
+    its cost as `backward`, beside `full_backward` of everything trained.
+
+    `id` names what is trained: plans that train the same tensors (and channels) share it, on every machine and at
+    every price.
     """
 
     trainable: tuple[str, ...]
@@ -56,7 +63,17 @@ class Plan:
     gap: float | None = None
     note: str = ""
     score_values: tuple[float, ...] | None = field(default=None, repr=False)
+    channels: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    backward: Spent | None = None
+    full_backward: Spent | None = None
     _profile: Profile | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, rows in self.channels.items():
+            if name not in self.trainable:
+                raise ConfigError(f"channels of {name!r}, which does not train: name it in trainable too")
+            if not rows or any(a >= b for a, b in pairwise(rows)) or rows[0] < 0:
+                raise ConfigError(f"channels of {name!r} must be some numbers from 0 up, each once and in order")
 
     @classmethod
     def of(cls, profile: Profile, names: Iterable[str], *, note: str = "") -> Plan:
@@ -78,6 +95,11 @@ class Plan:
         )
 
     @property
+    def timed(self) -> bool:
+        """Whether the plan's seconds are known."""
+        return not math.isnan(self.step_s)
+
+    @property
     def ratio(self) -> float:
         """Predicted seconds of a step, as a share of a step with everything trained."""
         return self.step_s / self.full_step_s
@@ -96,10 +118,15 @@ class Plan:
     @cached_property
     def id(self) -> str:
         """Twelve hexadecimal digits that name what is trained."""
-        return hashlib.sha256("\n".join(sorted(self.trainable)).encode()).hexdigest()[:12]
+        parts = (f"{n}[{','.join(map(str, self.channels[n]))}]" if n in self.channels else n for n in self.trainable)
+        return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:12]
 
     def __hash__(self) -> int:
         return int(self.id, 16)
+
+    def __eq__(self, other: object) -> bool:
+        # By what they state, since seconds that nobody measured are NaN and would equal nothing.
+        return self.to_dict() == other.to_dict() if isinstance(other, Plan) else NotImplemented
 
     def diff(self, other: Plan) -> Difference:
         """What changes from this plan to the other."""
@@ -108,6 +135,7 @@ class Plan:
             started=tuple(name for name in other.trainable if name not in mine),
             stopped=tuple(name for name in self.trainable if name not in theirs),
             kept=tuple(name for name in other.trainable if name in mine),
+            moved=tuple(n for n in other.trainable if n in mine and self.channels.get(n) != other.channels.get(n)),
             step_s=other.step_s - self.step_s,
             peak_bytes=other.peak_bytes - self.peak_bytes,
         )
@@ -133,14 +161,21 @@ class Plan:
         data = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
         data["budget"] = None if self.budget is None else asdict(self.budget)
         data["scores"] = data.pop("score_values")
+        data["channels"] = {name: list(rows) for name, rows in self.channels.items()}
+        for key in ("backward", "full_backward"):
+            data[key] = None if data[key] is None else asdict(data[key])
+        if not self.timed:
+            data |= {"step_s": None, "full_step_s": None}
         lists = {key: list(value) for key, value in data.items() if isinstance(value, tuple)}
-        return {"format": FORMAT, "id": self.id, "ratio": self.ratio, **data, **lists}
+        return {"format": FORMAT, "id": self.id, "ratio": self.ratio if self.timed else None, **data, **lists}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        from elastictrainer.backward import Spent
+
         found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
         if found != FORMAT:
             raise ConfigError(
@@ -150,8 +185,8 @@ class Plan:
             return cls(
                 trainable=tuple(data["trainable"]),
                 names=tuple(data["names"]),
-                step_s=float(data["step_s"]),
-                full_step_s=float(data["full_step_s"]),
+                step_s=math.nan if data["step_s"] is None else float(data["step_s"]),
+                full_step_s=math.nan if data["full_step_s"] is None else float(data["full_step_s"]),
                 peak_bytes=int(data["peak_bytes"]),
                 budget=None
                 if data["budget"] is None
@@ -162,6 +197,9 @@ class Plan:
                 gap=None if data["gap"] is None else float(data["gap"]),
                 note=str(data["note"]),
                 score_values=None if data["scores"] is None else tuple(map(float, data["scores"])),
+                channels={name: tuple(map(int, rows)) for name, rows in data.get("channels", {}).items()},
+                backward=None if data.get("backward") is None else Spent(**data["backward"]),
+                full_backward=None if data.get("full_backward") is None else Spent(**data["full_backward"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"damaged plan: {error!r}; make it again with 'elastictrainer plan'") from error
@@ -177,12 +215,15 @@ class Plan:
     def __str__(self) -> str:
         limits = [str(self.budget)] if self.budget else []
         limits += [format_bytes(self.memory_bytes)] if self.memory_bytes else []
-        facts = [
-            f"{len(self.trainable)} of {len(self.names)} tensors train",
-            f"{format_seconds(self.step_s)} a step, {self.ratio:.3g}x of full training"
-            + (f" ({' and '.join(limits)} allowed)" if limits else ""),
-            f"peak {format_bytes(self.peak_bytes)}",
-        ]
+        part = f", {len(self.channels)} of them in part" if self.channels else ""
+        allowed = f" ({' and '.join(limits)} allowed)" if limits else ""
+        facts = [f"{len(self.trainable)} of {len(self.names)} tensors train{part}"]
+        if self.backward is not None and self.full_backward is not None:
+            share = self.backward.macs / max(self.full_backward.macs, 1)
+            facts.append(f"{self.backward}, {share:.3g}x of full training's{'' if self.timed else allowed}")
+        if self.timed:
+            facts.append(f"{format_seconds(self.step_s)} a step, {self.ratio:.3g}x of full training{allowed}")
+            facts.append(f"peak {format_bytes(self.peak_bytes)}")
         if self.gap is not None:
             facts.append(f"{'proven' if self.optimal else 'not proven, but'} within {self.gap:.2%} of the best")
         if self.note:
@@ -194,12 +235,16 @@ class Plan:
         return _blocks(self.names)
 
     def strip(self) -> str:
-        """The network from output to input, one character a tensor: `#` trains, `P` is pinned, `.` rests."""
+        """The network from output to input, one character a tensor: `#` trains, `+` trains in part, `P` is
+        pinned, `.` rests."""
         trainable, pinned = set(self.trainable), set(self.pinned)
-        blocks = {
-            block: "".join("P" if n in pinned and n in trainable else "#" if n in trainable else "." for n in members)
-            for block, members in self.blocks().items()
-        }
+
+        def mark(name: str) -> str:
+            if name not in trainable:
+                return "."
+            return "+" if name in self.channels else "P" if name in pinned else "#"
+
+        blocks = {block: "".join(map(mark, members)) for block, members in self.blocks().items()}
         line = "  ".join(f"{block} {marks}" for block, marks in blocks.items())
         if len(line) <= _STRIP_COLUMNS:
             return f"output | {line} | input"
@@ -209,24 +254,31 @@ class Plan:
 
 @dataclass(frozen=True)
 class Difference:
-    """What changes from one plan to another; `step_s` and `peak_bytes` are what the other costs more."""
+    """What changes from one plan to another; `step_s` and `peak_bytes` are what the other costs more.
+
+    `moved` are those of `kept` that train in other channels.
+    """
 
     started: tuple[str, ...]
     stopped: tuple[str, ...]
     kept: tuple[str, ...]
     step_s: float
     peak_bytes: int
+    moved: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.started or self.stopped)
+        return bool(self.started or self.stopped or self.moved)
 
     def __str__(self) -> str:
         if not self:
             return f"the same {len(self.kept)} tensors train"
         sign = "-" if self.step_s < 0 else "+"
         counts = f"{len(self.started)} start, {len(self.stopped)} stop, {len(self.kept)} stay"
-        lines = [f"{counts}; {sign}{format_seconds(abs(self.step_s))} a step"]
+        counts += f" ({len(self.moved)} in other channels)" if self.moved else ""
+        seconds = "" if math.isnan(self.step_s) else f"; {sign}{format_seconds(abs(self.step_s))} a step"
+        lines = [counts + seconds]
         lines += [f"+ {name}" for name in self.started] + [f"- {name}" for name in self.stopped]
+        lines += [f"~ {name}" for name in self.moved]
         return "\n".join(lines)
 
 

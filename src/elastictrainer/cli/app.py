@@ -49,7 +49,7 @@ from elastictrainer.cli import options
 
 __all__ = ["VERBS", "App", "app", "load_verbs"]
 
-VERBS = ("train", "profile", "plan", "compare", "report", "ls", "doctor")
+VERBS = ("train", "adapt", "fewshot", "metatrain", "profile", "plan", "compare", "report", "ls", "doctor")
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 

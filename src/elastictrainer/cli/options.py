@@ -52,6 +52,7 @@ __all__ = [
     "Weights",
     "checked",
     "read_augment",
+    "registered",
 ]
 
 
@@ -69,7 +70,7 @@ def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None
     return callback
 
 
-def _registered(module: str, registry: str) -> Callable[[str | None], str | None]:
+def registered(module: str, registry: str) -> Callable[[str | None], str | None]:
     """A callback that accepts the names of a registry; the registry is imported only when a name is to be checked."""
 
     def callback(value: str | None) -> str | None:
@@ -166,7 +167,7 @@ Optimizer = Annotated[
     str,
     typer.Option(
         "--optimizer",
-        callback=_registered("elastictrainer.runtime.optimizers", "OPTIMIZERS"),
+        callback=registered("elastictrainer.runtime.optimizers", "OPTIMIZERS"),
         help="sgd (momentum 0.9, decoupled decay), adam or adamw.",
         rich_help_panel=_TRAINING,
     ),
@@ -184,7 +185,7 @@ Policy = Annotated[
     str,
     typer.Option(
         "--policy",
-        callback=_registered("elastictrainer.policies", "POLICIES"),
+        callback=registered("elastictrainer.policies", "POLICIES"),
         help="What decides which tensors train; `ls policies` lists them.",
         rich_help_panel=_BUDGET,
     ),
@@ -193,7 +194,7 @@ Importance = Annotated[
     str,
     typer.Option(
         "--importance",
-        callback=_registered("elastictrainer.importance", "IMPORTANCES"),
+        callback=registered("elastictrainer.importance", "IMPORTANCES"),
         help="How a tensor's worth is measured; `ls importances` lists them.",
         rich_help_panel=_BUDGET,
     ),

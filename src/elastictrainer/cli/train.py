@@ -15,7 +15,7 @@ from elastictrainer.cli.output import Output
 if TYPE_CHECKING:
     from elastictrainer.runtime.result import Result
 
-__all__ = ["train"]
+__all__ = ["new_folder", "show", "train"]
 
 _DATA, _TRAINING, _PLAN, _OUTPUT = "Model and data", "Training", "Budget and plan", "Output"
 
@@ -211,7 +211,7 @@ def train(
         clip=clip,
         autocast=autocast,
         early_stop=early_stop,
-        out=out if out is not None else new_folder(Path("runs")),
+        out=out if out is not None else new_folder(Path("runs"), "train"),
         resume=resume,
         checkpoint_every=checkpoint_every,
         seed=seed,
@@ -228,10 +228,10 @@ def train(
         config={**work.config(), COMMAND: command(context)},
         weights_metadata=work.network.metadata(),
     )
-    _show(screen, result)
+    show(screen, result)
 
 
-def _show(screen: Output, result: Result) -> None:
+def show(screen: Output, result: Result) -> None:
     from elastictrainer.budget import format_bytes, format_seconds
 
     accuracy = result.accuracy["final"]
@@ -253,6 +253,6 @@ def _show(screen: Output, result: Result) -> None:
     screen.document(result.to_dict())
 
 
-def new_folder(parent: Path, verb: str = "train") -> Path:
+def new_folder(parent: Path, verb: str) -> Path:
     """A folder that is not there yet: runs/train-1, runs/train-2, ..."""
     return next(path for n in count(1) if not (path := parent / f"{verb}-{n}").exists())

@@ -23,16 +23,20 @@ from torch.optim import Optimizer
 from elastictrainer.errors import ConfigError
 from elastictrainer.importance.controls import magnitude, random, uniform
 from elastictrainer.importance.measures import elastic, fisher, gradient
+from elastictrainer.importance.potential import Potential, channel_norms, fisher_potential
 from elastictrainer.importance.probe import LossFn
 
 __all__ = [
     "IMPORTANCES",
     "Importance",
     "LossFn",
+    "Potential",
     "Score",
+    "channel_norms",
     "elastic",
     "find_importance",
     "fisher",
+    "fisher_potential",
     "gradient",
     "magnitude",
     "random",

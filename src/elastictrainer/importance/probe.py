@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from elastictrainer.errors import ConfigError, ModelError, TrainingError
-from elastictrainer.runtime.apply import unwrap
+from elastictrainer.runtime.apply import lifted, unwrap
 from elastictrainer.runtime.untouched import untouched
 
 __all__ = ["LossFn", "Probe", "probing"]
@@ -28,7 +28,7 @@ def probing(
     So what a probe finds does not depend on which tensors rest at the moment. On exit nothing has changed.
     """
     model = unwrap(model)  # eager and alone: no recompilation for flags that last one probe, no reduction across ranks
-    with untouched(model), torch.inference_mode(False), torch.enable_grad():
+    with untouched(model), lifted(model), torch.inference_mode(False), torch.enable_grad():
         chosen = tuple(dict.fromkeys(parameters))  # each once, also where a tied one was asked for by two names
         wanted = set(chosen)
         for parameter in model.parameters():

@@ -24,7 +24,7 @@ from elastictrainer.profiling.weigh import weigh
 from elastictrainer.runtime.apply import apply, unwrap
 from elastictrainer.runtime.untouched import untouched
 
-__all__ = ["profile"]
+__all__ = ["candidates_of", "profile"]
 
 LEAST_EFFORT = 12
 _UNKNOWN = Residual(0.0, 0.0, 0)
@@ -70,7 +70,7 @@ def profile(
     if effort < LEAST_EFFORT:
         raise ConfigError(f"effort {effort} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
     model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
-    candidates = _candidates(model, optimizer)
+    candidates = candidates_of(model, optimizer)
     context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn)
     store = Cache(Path(cache)) if cache is not None else None
     if store is not None and (found := store.find(context)) is not None:
@@ -136,7 +136,8 @@ def _measure(
     return Profile(graph=graph, lanes=lanes, memory=memory, error=error, context=context)
 
 
-def _candidates(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
+def candidates_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
+    """By name, what may train: the optimizer's parameters, or without one all that require a gradient."""
     named = dict(model.named_parameters())
     if optimizer is None:
         found = {name: p for name, p in named.items() if p.requires_grad}

@@ -179,10 +179,14 @@ class Profile:
         always = self.memory.base_bytes + int(self.memory.state_bytes[trained].sum())
         return np.where(reached, always + alive + np.cumsum(grads) + self.memory.workspace_bytes, 0)
 
-    def saved_bytes(self, names: Iterable[str]) -> int:
-        """Bytes kept from forward for backward when exactly these tensors are trained, shared storage counted once."""
+    def saved_bytes(self, names: Iterable[str], *, without: Iterable[str] = ()) -> int:
+        """Bytes kept from forward for backward when exactly these tensors are trained, shared storage counted once.
+
+        Tensors in `without` train, but what their own gradients need is left out: it is kept in some other way.
+        """
         trained = self.graph.indices(names)
-        return int(self._saved(self.graph.reached(trained), trained)[0].sum())
+        holding = np.setdiff1d(trained, self.graph.indices(without))
+        return int(self._saved(self.graph.reached(trained), holding)[0].sum())
 
     def _saved(
         self, reached: NDArray[np.bool_], trained: NDArray[np.intp]

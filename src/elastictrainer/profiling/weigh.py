@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -138,12 +139,15 @@ def _record(
 
 
 def _kept(model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, fixed: set[int]) -> Kept:
-    loss, _, rows = _record(model, loss_fn, batch, fixed)
+    loss, owners, rows = _record(model, loss_fn, batch, fixed)
     node_of = {node._sequence_nr(): i for i, node in enumerate(trace.locate(loss).operations)}
+    numbers = sorted(node_of)
     kept: Kept = {}
     for number, storage, nbytes in rows:
-        if number in node_of:
-            kept.setdefault(node_of[number], []).append((storage, nbytes))
+        # Some operations that work in place hand out a number more before they save: theirs is the last one known.
+        last = bisect_right(numbers, number) - 1
+        if last >= 0 and (numbers[last] == number or owners.at(numbers[last]) == owners.at(number)):
+            kept.setdefault(node_of[numbers[last]], []).append((storage, nbytes))
     return kept
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -11,14 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError, ModelError
+from elastictrainer.runtime.bits import keep_bits, keep_values
 from elastictrainer.runtime.compilation import Compilations
 from elastictrainer.runtime.fused import FusedStart
 from elastictrainer.runtime.lean import make_lean, make_plain
 from elastictrainer.runtime.norms import NormPolicy, check_norm_policy, release_statistics, set_statistics
 from elastictrainer.runtime.reentrant import unwatch_checkpoints, watch_checkpoints
+from elastictrainer.runtime.rows import RowsStanding, check_channels
 from elastictrainer.runtime.state import RestingPolicy, RestingState, check_resting_policy
 
-__all__ = ["Applied", "apply", "unwrap"]
+__all__ = ["Applied", "apply", "lifted", "unwrap"]
+
+Channels = Mapping[str, tuple[int, ...]]
 
 
 @runtime_checkable
@@ -34,6 +39,7 @@ def apply(
     optimizer: Optimizer | None = None,
     bn: NormPolicy = "frozen",
     resting_state: RestingPolicy = "keep",
+    bits: bool | None = None,
 ) -> Applied:
     """Train the tensors that the plan names and let every other one rest, until `undo()`.
 
@@ -46,6 +52,10 @@ def apply(
     checkpoints stay loadable whatever the plan. Candidates are the parameters that require a gradient now, and those
     that a plan names. A plan that already stands on the model gives way, and stands again after `undo()`.
 
+    A plan with channels trains of these tensors the chosen output channels alone: their gradients, by a smaller kernel,
+    and nothing else is computed, kept or moved (see `runtime/rows.py`). Build the optimizer over all parameters, as
+    ever; while the plan stands such a parameter is as large as what trains of it.
+
     Args:
         plan: a `Plan`, or names as in `model.named_parameters()`; a tied tensor goes by any of its names.
         optimizer: give it, so that a plan which names a tensor that it does not hold is refused, its state of resting
@@ -53,22 +63,27 @@ def apply(
         bn: what running statistics do: `"frozen"`, `"track"` or `"with_owner"`; see `runtime/norms.py`.
         resting_state: what the optimizer's state of resting tensors does: `"keep"`, `"drop"` (freed, and gone) or
             `"offload"` (to host memory; on a CPU model the same as keep).
+        bits: keep one bit an element of ReLUs for backward (`runtime/bits.py`), slower and smaller; by default where
+            the plan has channels.
 
     Raises:
-        ConfigError: unknown names (all are listed), or tensors that the optimizer does not hold.
+        ConfigError: unknown names (all are listed), tensors that the optimizer does not hold, or channels that cannot
+            train apart.
 
     Costs: microseconds a tensor; with `"offload"`, the copies.
     """
     check_norm_policy(bn)
     check_resting_policy(resting_state)
-    model = unwrap(model)
-    trainable = _resolve(plan, model, optimizer)
+    wrapped, model = model, unwrap(model)
+    if _channels_of(plan) and isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        raise ConfigError("a plan with channels changes shapes, which DistributedDataParallel cannot follow; unwrap it")
+    trainable, channels = _resolve(plan, model, optimizer)
     standing = _STANDING.get(model)
     if standing is not None:
         standing._take_off()
-    applied = Applied(model, optimizer, bn, resting_state, below=standing)
+    applied = Applied(model, optimizer, bn, resting_state, bits, below=standing)
     try:
-        applied._put_on(trainable)
+        applied._put_on(trainable, channels)
     except BaseException:
         applied.undo()
         raise
@@ -84,6 +99,7 @@ class Applied:
         optimizer: Optimizer | None,
         bn: NormPolicy,
         resting_state: RestingPolicy,
+        bits: bool | None,
         *,
         below: Applied | None,
     ) -> None:
@@ -93,6 +109,9 @@ class Applied:
         self._bn: NormPolicy = bn
         self._before: dict[nn.Parameter, bool] = {}
         self._trainable: tuple[str, ...] = ()
+        self._channels: Channels = {}
+        self._bits = bits
+        self._rows: RowsStanding | None = None
         self._state = RestingState(optimizer, resting_state)
         self._fused: FusedStart | None = None
         self._compilations = Compilations()
@@ -106,6 +125,11 @@ class Applied:
         """The tensors that train, by their names in `model.named_parameters()`, in the plan's order."""
         return self._trainable
 
+    @property
+    def channels(self) -> Channels:
+        """Of tensors that train in part, the output channels that do."""
+        return self._channels
+
     def update(self, plan: _HasTrainable | Iterable[str]) -> None:
         """Move to another plan.
 
@@ -113,7 +137,7 @@ class Applied:
         accumulates from the next backward pass on. Call it, with the same plan, after `optimizer.load_state_dict`.
         """
         model = self._standing_on()
-        self._put_on(_resolve(plan, model, self._optimizer))
+        self._put_on(*_resolve(plan, model, self._optimizer))
 
     def undo(self) -> None:
         """Restore flags and running-statistics modes as they were, bring offloaded state back.
@@ -129,7 +153,7 @@ class Applied:
             self._take_off()
             below = self._next_below()
             if below is not None:
-                below._put_on(below._trainable)
+                below._put_on(below._trainable, below._channels)
 
     def state_bytes(self) -> dict[str, int]:
         """The optimizer's state of the tensors that rest now, in bytes: `kept` in place, `dropped`, `offloaded`."""
@@ -161,11 +185,14 @@ class Applied:
             raise ConfigError("another plan was applied on top of this one; undo that one first")
         return model
 
-    def _put_on(self, trainable: tuple[str, ...]) -> None:
+    def _put_on(self, trainable: tuple[str, ...], channels: Channels) -> None:
         model = self._model()
         if model is None:
             return
         _STANDING[model] = self
+        same_rows = self._rows is not None and channels == self._channels
+        if not same_rows:
+            self._take_rows_off()
         chosen = frozenset(trainable)
         self._compilations.moving_to(chosen)
         active, resting = [], []
@@ -179,15 +206,28 @@ class Applied:
                 param.requires_grad_(False)
                 param.grad = None
                 resting.append(param)
-        self._trainable = trainable
+        self._trainable, self._channels = trainable, channels
         self._state.settle(active, resting)
+        if channels and not same_rows:
+            self._rows = RowsStanding(model, self._optimizer, channels)
+            self._rows.put_on()
         if self._fused is None and self._optimizer is not None and FusedStart.needed(self._optimizer):
             self._fused = FusedStart(self._optimizer)
         set_statistics(model, self._bn)
         make_lean(model)
+        if bool(channels) if self._bits is None else self._bits:
+            keep_bits(model)
+        else:
+            keep_values(model)
         watch_checkpoints(model)
 
+    def _take_rows_off(self) -> None:
+        if self._rows is not None:
+            self._rows.take_off()
+            self._rows = None
+
     def _take_off(self) -> None:
+        self._take_rows_off()
         for param, flag in self._before.items():
             param.requires_grad_(flag)
         self._state.settle(self._before, ())
@@ -198,6 +238,7 @@ class Applied:
         if model is not None:
             release_statistics(model)
             make_plain(model)
+            keep_values(model)
             unwatch_checkpoints(model)
             _STANDING.pop(model, None)
 
@@ -220,8 +261,33 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def _resolve(plan: _HasTrainable | Iterable[str], model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
-    """The plan's tensors by the one name that `named_parameters()` gives each, in the plan's order.
+@contextmanager
+def lifted(model: nn.Module) -> Iterator[None]:
+    """Inside, tensors of which a standing plan trains some channels are whole, as who looks at all tensors needs them.
+
+    Gradients of such tensors are gone on entry and exit: use it inside `untouched`. Costs a copy of the rows each way.
+    """
+    standing = _STANDING.get(model)
+    rows = standing._rows if standing is not None else None
+    if rows is None:
+        yield
+        return
+    rows.take_off()
+    make_lean(model)
+    try:
+        yield
+    finally:
+        rows.put_on()
+
+
+def _channels_of(plan: object) -> Channels:
+    return dict(getattr(plan, "channels", None) or {})
+
+
+def _resolve(
+    plan: _HasTrainable | Iterable[str], model: nn.Module, optimizer: Optimizer | None
+) -> tuple[tuple[str, ...], Channels]:
+    """The plan's tensors and channels by the one name that `named_parameters()` gives each, in the plan's order.
 
     Everything that could make it train less than it says is an error: unknown names, tensors that no one will step.
     """
@@ -248,4 +314,6 @@ def _resolve(plan: _HasTrainable | Iterable[str], model: nn.Module, optimizer: O
                 f"the optimizer does not hold {', '.join(absent)}: they would get gradients and never move; "
                 "build it over all the tensors that any plan may name (model.parameters()), before applying a plan"
             )
-    return tuple(dict.fromkeys(canonical[params[name]] for name in wanted))
+    channels = {canonical[params[name]]: tuple(rows) for name, rows in _channels_of(plan).items() if name in params}
+    check_channels(model, channels)
+    return tuple(dict.fromkeys(canonical[params[name]] for name in wanted)), channels

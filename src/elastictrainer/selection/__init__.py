@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from elastictrainer.selection.channels import select_channels
 from elastictrainer.selection.pins import Pin, pinned
 from elastictrainer.selection.planning import select
 
-__all__ = ["Pin", "pinned", "select"]
+__all__ = ["Pin", "pinned", "select", "select_channels"]

@@ -1,0 +1,168 @@
+"""One network, one set of images, one method after another: plan for a task, adapt, be judged, forget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from elastictrainer.backward import BackwardPrices
+from elastictrainer.data.episodes import Bank, Episode
+from elastictrainer.errors import ConfigError
+from elastictrainer.fewshot.heads import Prototypes, Queries
+from elastictrainer.fewshot.methods import Ceilings, Method, Task
+from elastictrainer.importance import elastic
+from elastictrainer.importance.potential import Potential, fisher_potential
+from elastictrainer.metrics.timing import synchronize
+from elastictrainer.plan import Plan
+from elastictrainer.profiling.layers import price_backward
+from elastictrainer.runtime.adapt import Adapted, adapt
+from elastictrainer.runtime.optimizers import make_optimizer
+
+__all__ = ["Learner", "Outcome", "Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a task is learnt: optimizer steps, each over one view of every support image, `batch_size` at a time.
+
+    The batch is what backward holds at once; the ceilings are for it.
+    """
+
+    steps: int = 20
+    lr: float = 1e-3
+    optimizer: str = "adam"
+    batch_size: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or not self.lr > 0:
+            raise ConfigError(
+                f"steps {self.steps} and batch size {self.batch_size} must be at least 1, lr {self.lr} above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A task as a method solved it. `decide_s` is measuring and choosing, `steps_s` the steps; judging is not in."""
+
+    method: str
+    accuracy: float
+    plan: Plan | None
+    losses: tuple[float, ...]
+    decide_s: float
+    steps_s: float
+    remembered_bytes: int = 0
+
+
+class Learner:
+    """Made once for a network and its images; `solve` puts the network back as it was, `learn` leaves it adapted."""
+
+    def __init__(
+        self, model: nn.Module, head: Prototypes, bank: Bank, *, settings: Settings, ceilings: Ceilings,
+        scheme: Plan | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.head, self.bank = model.eval(), head, bank
+        self.settings, self.ceilings, self.scheme = settings, ceilings, scheme
+        self._fixed: dict[str, Plan | None] = {}
+        self._pristine = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+    @cached_property
+    def prices(self) -> BackwardPrices:
+        """Of a batch of pseudo-queries. Depends on shapes alone, so any images do, and it is made once."""
+        return self._price(bits=True)
+
+    @cached_property
+    def plain(self) -> BackwardPrices:
+        """The same in plain PyTorch, whose ReLUs keep all they put out: what full training costs."""
+        return self._price(bits=False)
+
+    def _price(self, *, bits: bool) -> BackwardPrices:
+        size = self.settings.batch_size
+        images = self.bank.images(torch.arange(1).expand(size).numpy())
+        labels = torch.zeros(size, dtype=torch.int64, device=images.device)
+        prototypes = self.head.of(self.model, images[:1], labels[:1], 2)
+        optimizer = make_optimizer(self.settings.optimizer, self.model.parameters(), lr=self.settings.lr)
+        batch = Queries(images, labels, prototypes)
+        return price_backward(self.model, self.head.loss, batch, optimizer=optimizer, bits=bits)
+
+    def solve(self, method: Method, episode: Episode, index: int) -> Outcome:
+        """Learn the task and forget it again."""
+        try:
+            return self.learn(method, episode, index)
+        finally:
+            self.model.load_state_dict(self._pristine)
+
+    def learn(
+        self, method: Method, episode: Episode, index: int, *, on_plan: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        """Learn the task: plan (for methods that plan by the task), adapt, be judged on its queries.
+
+        `on_plan` is called once there is a plan, before anything trains.
+        """
+        support, labels = self.bank.images(episode.support), self._labels(episode.support_labels)
+        _ = self.prices, self.plain  # of the network, not of the task
+        synchronize(support.device)
+        start = time.perf_counter()
+        plan = self.plan(method, episode, index, support, labels)
+        synchronize(support.device)
+        decide_s = time.perf_counter() - start
+        on_plan()
+        done = self._adapt(plan, episode, index, support, labels, bits=method.bits)
+        prototypes = self.head.of(self.model, support, labels, episode.ways)
+        queries = Queries(self.bank.images(episode.query), self._labels(episode.query_labels), prototypes)
+        right = self.head.right(self.model, queries)
+        return Outcome(
+            method.name, right / len(episode.query), plan, done.losses, decide_s, done.steps_s, done.remembered_bytes
+        )
+
+    def plan(self, method: Method, episode: Episode, index: int, support: Tensor, labels: Tensor) -> Plan | None:
+        """The method's plan for the task; one that does not look at the task is made once."""
+        if method.name in self._fixed:
+            return self._fixed[method.name]
+
+        def batch() -> Queries:
+            prototypes = self.head.of(self.model, support, labels, episode.ways)
+            return Queries(self._views(episode, index, 0), labels, prototypes)
+
+        def scores() -> dict[str, float]:
+            optimizer = make_optimizer(self.settings.optimizer, self.model.parameters(), lr=self.settings.lr)
+            names = self.prices.profile.names
+            return elastic(self.model, optimizer, self.head.loss, [batch()], names=names)
+
+        def potential() -> Potential:
+            return fisher_potential(self.model, self.head.loss, [batch()])
+
+        prices = self.prices if method.bits else self.plain
+        task = Task(prices, self.ceilings, potential, scores, self.scheme)
+        plan = method.plan(task)
+        if plan is not None:
+            plan = replace(plan, full_backward=self.plain.full)
+        if method.once:
+            self._fixed[method.name] = plan
+        return plan
+
+    def prototypes(self, episode: Episode) -> Tensor:
+        """Of the network as it is now."""
+        labels = self._labels(episode.support_labels)
+        return self.head.of(self.model, self.bank.images(episode.support), labels, episode.ways)
+
+    def _adapt(
+        self, plan: Plan | None, episode: Episode, index: int, support: Tensor, labels: Tensor, *, bits: bool
+    ) -> Adapted:
+        settings = self.settings
+        optimizer = make_optimizer(settings.optimizer, self.model.parameters(), lr=settings.lr)
+        return adapt(
+            self.model, self.head, plan, optimizer, support, labels, lambda step: self._views(episode, index, step),
+            ways=episode.ways, steps=settings.steps, batch_size=settings.batch_size, bits=bits,
+        )  # fmt: skip
+
+    def _views(self, episode: Episode, index: int, step: int) -> Tensor:
+        return self.bank.views(episode.support, index * self.settings.steps + step)
+
+    def _labels(self, labels: object) -> Tensor:
+        return torch.as_tensor(labels, device=self.bank.device)

@@ -1,0 +1,99 @@
+"""Adapt a network to the few images of one task: a short loop of its own, thousands of which make a benchmark.
+
+`et.fit` profiles, probes and re-plans along epochs of a loader; here one plan stands for a few dozen steps on images
+that fit in a hand, so none of that is paid.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastictrainer.errors import TrainingError
+from elastictrainer.fewshot.heads import Prototypes, Queries
+from elastictrainer.metrics.timing import synchronize
+from elastictrainer.plan import Plan
+from elastictrainer.runtime.apply import apply
+from elastictrainer.runtime.remember import Remembered
+
+__all__ = ["Adapted", "adapt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """How an adaptation went: the pseudo-queries' loss at each step, and the seconds of all steps together.
+
+    `remembered_bytes` were kept of the support images' forward pass, not to run it again.
+    """
+
+    losses: tuple[float, ...]
+    steps_s: float
+    remembered_bytes: int = 0
+
+
+def adapt(
+    model: nn.Module,
+    head: Prototypes,
+    plan: Plan | None,
+    optimizer: Optimizer,
+    support: Tensor,
+    labels: Tensor,
+    views: Callable[[int], Tensor],
+    *,
+    ways: int,
+    steps: int,
+    batch_size: int,
+    bits: bool = True,
+) -> Adapted:
+    """Train what the plan names on augmented views of the support images, compared with their own prototypes.
+
+    Each step recomputes the prototypes without gradients, and goes through one view of every support image,
+    `batch_size` of them at a time, whose gradients add up to one optimizer step. The model stays in eval mode.
+
+    Args:
+        plan: None trains nothing: prototypes of the network as it is.
+        views: `views(step)` gives the pseudo-queries of a step, in the support's order.
+        bits: as in `et.apply`.
+
+    Raises:
+        TrainingError: the loss is not finite.
+
+    Cost: a step is forward and backward of a view of each support image, and a forward pass of these images through
+    what trains and all that follows (see `runtime/remember.py`).
+    """
+    model.eval()
+    if plan is None or not plan.trainable:
+        return Adapted((), 0.0)
+    losses: list[Tensor] = []
+    device = support.device
+    with ExitStack() as stack:
+        stack.enter_context(apply(model, plan, optimizer=optimizer, bits=bits))
+        synchronize(device)
+        start = time.perf_counter()
+        remembered = Remembered(model, support[:1])
+        for step in range(steps):
+            prototypes = remembered.again(lambda: head.of(model, support, labels, ways))
+            queries = views(step)
+            optimizer.zero_grad(set_to_none=True)
+            total = torch.zeros((), device=device)
+            for x, y in zip(queries.split(batch_size), labels.split(batch_size)):
+                loss = head.loss(model, Queries(x, y, prototypes)) * (len(y) / len(labels))
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            losses.append(total)  # read at the end: a look at it would make the host wait for the device
+        synchronize(device)
+        elapsed = time.perf_counter() - start
+        optimizer.zero_grad(set_to_none=True)
+    values = tuple(map(float, losses))
+    wrong = next((step for step, value in enumerate(values) if not math.isfinite(value)), None)
+    if wrong is not None:
+        raise TrainingError(f"the loss is {values[wrong]} at step {wrong + 1}; a lower learning rate may help")
+    return Adapted(values, elapsed, remembered.nbytes)

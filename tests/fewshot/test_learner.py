@@ -1,0 +1,151 @@
+"""Learning a task: ceilings kept, the network put back, prototypes that become a plain output layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from elastictrainer.budget import parse_bytes
+from elastictrainer.data.episodes import Bank, Episodes
+from elastictrainer.data.normalisation import Normalisation
+from elastictrainer.errors import BudgetError, ConfigError, ModelError, TrainingError
+from elastictrainer.fewshot.heads import Prototypes, Queries, last_linear
+from elastictrainer.fewshot.learner import Learner, Settings
+from elastictrainer.fewshot.methods import METHODS, Ceilings, find_method
+from elastictrainer.metrics.held import held_bytes
+from elastictrainer.runtime.apply import apply
+
+CEILINGS = Ceilings("20KiB", "40%")
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.ReLU(inplace=True), nn.Conv2d(8, 16, 1), nn.ReLU(),
+        )  # fmt: skip
+        self.classifier = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.body(x).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """Four kinds of stripes, six images each."""
+    root = tmp_path_factory.mktemp("stripes")
+    rng = np.random.default_rng(0)
+    for kind in range(4):
+        (root / f"kind{kind}").mkdir()
+        for k in range(6):
+            pixels = rng.integers(0, 60, (16, 16, 3))
+            pixels[(slice(None, None, kind + 2),) if k % 2 else (slice(1, None, kind + 2),)] += 150
+            Image.fromarray(pixels.astype(np.uint8)).save(root / f"kind{kind}" / f"{k}.png")
+    return Bank(str(root), image_size=16, normalisation=Normalisation.parse("none"))
+
+
+def learner(bank: Bank, **settings: object) -> Learner:
+    torch.manual_seed(0)
+    model = Small()
+    head = Prototypes(last_linear(model, ("classifier.weight", "classifier.bias")))
+    chosen = Settings(**{"steps": 6, "lr": 5e-3, "batch_size": 3, **settings})  # type: ignore[arg-type]
+    return Learner(model, head, bank, settings=chosen, ceilings=CEILINGS)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "sparse_update"])
+def test_every_method_learns_within_its_ceilings_and_is_forgotten(bank: Bank, name: str) -> None:
+    one = learner(bank)
+    before = {key: value.clone() for key, value in one.model.state_dict().items()}
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    method = find_method(name)
+    outcome = one.solve(method, episode, 0)
+    again = one.solve(method, episode, 0)
+    assert (outcome.accuracy, outcome.losses, outcome.plan) == (again.accuracy, again.losses, again.plan)
+    assert all(torch.equal(value, before[key]) for key, value in one.model.state_dict().items())
+    assert 0 <= outcome.accuracy <= 1
+    if name == "none":
+        assert outcome.plan is None
+        return
+    assert outcome.plan is not None
+    spent, full = outcome.plan.backward, outcome.plan.full_backward
+    assert spent is not None
+    assert full == one.plain.full
+    if method.within:
+        assert spent.nbytes <= parse_bytes("20KiB")
+        assert spent.macs <= 0.4 * full.macs
+    if name == "full":
+        assert spent == full
+        assert outcome.losses[-1] < outcome.losses[0]
+    # What is stated is what is held, with the ReLUs that the method runs with.
+    images = bank.images(np.arange(3))
+    labels = torch.tensor([0, 1, 2])
+    prototypes = one.head.of(one.model, images, labels, 4)
+    with apply(one.model, outcome.plan, bits=method.bits):
+        held = held_bytes(lambda: one.head.loss(one.model, Queries(images, labels, prototypes)), one.model)
+    assert held == pytest.approx(spent.saved_bytes, rel=0.02, abs=512)  # the head is priced for another number of ways
+
+
+def test_micro_batches_add_up_to_the_same_step(bank: Bank) -> None:
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(1)
+    losses = [
+        learner(bank, batch_size=size, optimizer="sgd").solve(find_method("full"), episode, 1).losses
+        for size in (1, 5, 12)
+    ]
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_prototypes_in_the_head_answer_as_they_did(bank: Bank) -> None:
+    one = learner(bank)
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    prototypes = one.prototypes(episode)
+    images = bank.images(episode.query)
+    with torch.no_grad():
+        by_cosine = one.head.logits(one.model, images, prototypes).argmax(1)
+        one.head.into_head(one.model, prototypes)
+        assert torch.equal(one.model(images).argmax(1), by_cosine)
+
+
+def test_prototypes_are_unit_means() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    found = Prototypes("1").of(
+        model, torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, -2.0]]), torch.tensor([0, 0, 1]), 2, batch_size=2
+    )
+    assert found.tolist() == [[1.0, 0.0], [0.0, -1.0]]
+
+
+def test_bad_use_is_said(bank: Bank) -> None:
+    one = learner(bank)
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    with pytest.raises(ConfigError, match="--scheme"):
+        one.solve(find_method("sparse_update"), episode, 0)
+    with pytest.raises(ConfigError, match="did you mean 'tinytrain'"):
+        find_method("tinytrian")
+    with pytest.raises(ModelError, match="ends in"):
+        last_linear(nn.Sequential(nn.Conv2d(1, 2, 1)), ("0.weight", "0.bias"))
+    with pytest.raises(TrainingError, match="the loss is nan at step"):
+        learner(bank, lr=1e30, optimizer="sgd").solve(find_method("full"), episode, 0)
+    with pytest.raises(BudgetError, match="the least that works"):
+        Learner(one.model, one.head, bank, settings=Settings(), ceilings=Ceilings("10B", None)).solve(
+            find_method("tinytrain"), episode, 0
+        )
+    with pytest.raises(ConfigError, match="at least 1"):
+        Settings(steps=0)
+
+
+def test_a_scheme_is_trained_as_it_is(bank: Bank, tmp_path: Path) -> None:
+    one = learner(bank)
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    scheme = one.solve(find_method("tinytrain"), episode, 0).plan
+    with_scheme = Learner(
+        one.model, one.head, bank, settings=one.settings, ceilings=CEILINGS, scheme=scheme
+    )  # fmt: skip
+    outcome = with_scheme.solve(find_method("sparse_update"), episode, 0)
+    assert outcome.plan is not None
+    assert outcome.plan.id == scheme.id  # type: ignore[union-attr]
