@@ -592,9 +592,29 @@ def test_loss_and_metric_of_a_validation_batch_share_a_forward_pass() -> None:
     assert len(calls) == 10  # asked for twice a batch,
     assert "forward" not in model.__dict__
     computed = []
-    model[0].register_forward_hook(lambda *_: computed.append(1))
+    plain = model[0].forward
+    model[0].forward = lambda x: computed.append(1) or plain(x)  # type: ignore[method-assign]
     assert evaluate(model, cross_entropy, data, metric=top1, device=torch.device("cpu")) == score
     assert len(computed) == 5  # and made once
     with torch.no_grad():
         right = sum(int((model(x).argmax(1) == y).sum()) for x, y in data)
     assert score.accuracy == right / 30
+
+
+def test_evaluation_repeats_a_pass_that_is_listened_to_from_inside() -> None:
+    """Features taken by a hook: the answer alone would leave whoever waits for the hook with nothing."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+    def features(model: nn.Module, batch: Any) -> Tensor:
+        given: list[Tensor] = []
+        with model[1].register_forward_pre_hook(lambda module, args: given.append(args[0])):
+            model(batch[0])
+        return given[0]
+
+    evaluate(
+        model,
+        lambda model, batch: features(model, batch).square().mean(),
+        [(torch.randn(4, 3), torch.zeros(4))],
+        metric=lambda model, batch: (features(model, batch).sum(), 4),
+        device=torch.device("cpu"),
+    )

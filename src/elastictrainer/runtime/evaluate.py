@@ -97,17 +97,20 @@ def evaluate(
 def _once(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Inside, a call of the model with the very arguments of an earlier one gives its answer again, until `begin()`.
 
-    Whatever wraps the model (compilation, DDP) may not call its forward at all, and is left as it is.
+    Whatever wraps the model (compilation, DDP) may not call its forward at all, and is left as it is. A call that
+    someone listens to from inside (features by a hook) is made in full: an answer given again would run no hook.
     """
     known: dict[tuple[int, ...], tuple[Any, Any]] = {}
     if unwrap(model) is not model or "forward" in model.__dict__:
         yield known.clear
         return
     plain = model.forward
+    inside = [module for module in model.modules() if module is not model]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         key = tuple(map(id, (*args, *kwargs, *kwargs.values())))
-        if key not in known:  # the arguments are held, so that an id is not given to another object meanwhile
+        if key not in known or any(m._forward_hooks or m._forward_pre_hooks for m in inside):
+            # The arguments are held, so that an id is not given to another object meanwhile.
             known[key] = ((args, kwargs), plain(*args, **kwargs))
         return known[key][1]
 
