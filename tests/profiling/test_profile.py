@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elastictrainer as et
-from elastictrainer.errors import ConfigError, ProfileError
+from elastictrainer.errors import BudgetError, ConfigError, ProfileError
 from elastictrainer.profiling.weigh import tensors_in
 from tests.zoo import ZOO, _vectors
 
@@ -228,3 +228,13 @@ def test_a_wrapped_model_is_priced_by_the_names_that_plans_use():
         optimizer.step()
         optimizer.zero_grad()
     elastic.undo()
+
+
+def test_a_profile_that_would_take_too_long_is_given_up_in_words() -> None:
+    model = nn.Linear(4, 2)
+    batch = torch.randn(3, 4)
+    with pytest.raises(BudgetError, match=r"takes about .* on this machine as it is now") as caught:
+        et.profile(model, lambda model, x: model(x).sum(), batch, effort=12, limit_s=1e-9)
+    assert caught.value.least is not None
+    assert caught.value.least > 1e-9
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())

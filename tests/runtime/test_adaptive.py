@@ -38,7 +38,8 @@ def test_a_share_is_the_runs_and_is_kept(budget: float) -> None:
     whole_s = 6 * 12 * profile().full_step_s
     assert result.predicted_ratio * whole_s >= budget * whole_s - 2 * profile().full_step_s
     assert result.predicted_ratio * whole_s <= budget * whole_s + profile().full_step_s
-    assert [plan["reason"] for plan in result.plans][:2] == ["head", "stage"]
+    # Where a probe would take more than a tenth of what is left, the head trains on.
+    assert [plan["reason"] for plan in result.plans][:2] == (["head", "stage"] if budget > 0.2 else ["head"])
     assert result.features["hits"] > 0
 
 
@@ -238,3 +239,21 @@ def test_some_groups_are_a_fair_sample() -> None:
     there = keeper.kept_of(order, 0)
     assert there.sum() == keeper.group_size
     assert len(np.flatnonzero(there)) != np.ptp(np.flatnonzero(there)) + 1  # not the first ones in a row
+
+
+# -- little time -------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_speaks_of_the_run_and_not_of_a_step() -> None:
+    """A profile that would not fit the deadline is given up; what would do is a deadline, not that times the steps."""
+    with pytest.raises(BudgetError, match=r"^budget 1ms leaves no time to train: .*; try \d+s$") as caught:
+        fit(budget="0.001s", deterministic=False, profile=None)
+    assert caught.value.least is not None
+    assert caught.value.least >= 1
+
+
+def test_where_nothing_else_can_be_had_any_more_the_head_trains_on() -> None:
+    result = fit(budget=0.05)
+    assert [plan["reason"] for plan in result.plans] == ["head"]
+    whole_s = 6 * 12 * profile().full_step_s
+    assert result.predicted_ratio * whole_s >= 0.05 * whole_s - profile().full_step_s  # to the end of the time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastictrainer.errors import ConfigError, ProfileError
+from elastictrainer.budget import format_seconds
+from elastictrainer.errors import BudgetError, ConfigError, ProfileError
 from elastictrainer.graph import Graph
 from elastictrainer.profiling.cache import Cache, describe
 from elastictrainer.profiling.calibrate import calibrate, calibration_plans, fit_optimizer, raw_lane, run_plans
@@ -27,6 +29,7 @@ from elastictrainer.runtime.untouched import untouched
 __all__ = ["candidates_of", "profile"]
 
 LEAST_EFFORT = 12
+BESIDES = 9  # steps that a profile takes beyond its effort
 _UNKNOWN = Residual(0.0, 0.0, 0)
 
 
@@ -40,6 +43,7 @@ def profile(
     effort: int = 100,
     cache: str | Path | None = None,
     seed: int = 0,
+    limit_s: float | None = None,
 ) -> Profile:
     """What every tensor of this model costs to train, on this device, with this batch and optimizer.
 
@@ -63,8 +67,10 @@ def profile(
         effort: about how many full steps the profile may cost. 100 is under 1% of the paper's 12 epochs of 1,500
             steps; the least is 12, with a larger error, which the profile states.
         cache: a folder in which profiles are kept and found again, keyed by everything that changes the answer.
+        limit_s: give up as soon as it is clear, after about a quarter of the work, that it would take longer.
 
     Raises:
+        BudgetError: it would take longer than `limit_s`; `least` is about what it would take.
         ProfileError: the step cannot be traced or timed; the message names the module and the way out.
     """
     if effort < LEAST_EFFORT:
@@ -75,7 +81,9 @@ def profile(
     store = Cache(Path(cache)) if cache is not None else None
     if store is not None and (found := store.find(context)) is not None:
         return found
-    made = _measure(model, loss_fn, batch, optimizer, candidates, bn=bn, effort=effort, context=context, seed=seed)
+    made = _measure(
+        model, loss_fn, batch, optimizer, candidates, bn=bn, effort=effort, context=context, seed=seed, limit_s=limit_s
+    )
     if store is not None:
         store.keep(made)
     return made
@@ -92,7 +100,9 @@ def _measure(
     effort: int,
     context: dict[str, Any],
     seed: int,
+    limit_s: float | None,
 ) -> Profile:
+    start = time.perf_counter()
     with untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
@@ -106,7 +116,10 @@ def _measure(
             applied.update([graph.names[k] for k in indices])
 
         train(range(len(graph.tensors)))
-        parts, geometry = time_parts(model, loss_fn, batch, traced, parameters, repeats=max(1, min(5, effort // 20)))
+        repeats = max(1, min(5, effort // 20))
+        parts, geometry = time_parts(model, loss_fn, batch, traced, parameters, repeats=repeats)
+        step_s = (time.perf_counter() - start) / (2 * (repeats + 1) + 1)
+        _refuse_if_too_long(step_s * (effort + BESIDES), limit_s)
         live = traced.locate(forward(model, loss_fn, batch))
         alone = split_alone(live, traced, geometry, parts[0].all_s, repeats=1 if effort < 50 else 2)
         del live
@@ -134,6 +147,15 @@ def _measure(
             optimizer=optimizers,
         )
     return Profile(graph=graph, lanes=lanes, memory=memory, error=error, context=context)
+
+
+def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:
+    if limit_s is not None and whole_s > limit_s:
+        raise BudgetError(
+            f"finding out what a step costs takes about {format_seconds(whole_s)} on this machine as it is now, and "
+            f"there are {format_seconds(limit_s)} for it",
+            least=whole_s,
+        )
 
 
 def candidates_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:

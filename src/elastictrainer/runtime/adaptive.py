@@ -20,12 +20,15 @@ from elastictrainer.policies.adaptive import ADAPTIVE, Keeping, Stage, choose_st
 from elastictrainer.profiling.measure import LEAST_EFFORT
 from elastictrainer.profiling.trace import LossFn
 from elastictrainer.runtime.controller import Elastic
+from elastictrainer.runtime.ending import Ending
 from elastictrainer.runtime.keeper import Keeper
 from elastictrainer.runtime.kept import KeptType
 from elastictrainer.runtime.passes import Pass, pass_over
 
 __all__ = ["Adaptive", "Keep"]
 
+PROFILE_SHARE = 0.5  # of a deadline at most goes into finding out what a step costs
+PROBE_SHARE = 0.1  # of the time left at most goes into a probe, whose batch costs about a full step
 HEAD_PASSES = 4.0
 HEAD_SHARE = 0.5  # of the budget at most goes into the features below the head
 RECHOOSE = 0.5  # of a stage's time has passed: look whether something else would be worth more by now
@@ -52,7 +55,7 @@ class Adaptive(Elastic):
     """Decides for a whole run; `et.fit(policy="adaptive")` makes one. Its parts are those of `et.Elastic`.
 
     `allowed_s` is what training may take: a share of what `epochs` of full training would take on this machine, or, of
-    a deadline, what the end of the run leaves (`reserve_s`). It goes like this:
+    a deadline, what the end of the run leaves (`ending`). It goes like this:
 
         head       features below the output layer, once a view; that layer alone on them, for a few passes
         stages     probe, choose the stage of the largest expected worth (policies/adaptive.py), train on it;
@@ -76,7 +79,7 @@ class Adaptive(Elastic):
         epochs: int,
         loader: Any,
         keep: Keep,
-        reserve_s: Callable[[], float] = lambda: 0.0,
+        ending: Ending | None = None,
         began: float | None = None,
         deterministic: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -99,13 +102,13 @@ class Adaptive(Elastic):
                 views=keep.views, memory_bytes=keep.memory_bytes, disk_bytes=keep.disk_bytes, dtype=keep.dtype,
                 folder=keep.folder,
             )  # fmt: skip
-        self._reserve_s, self._deterministic = reserve_s, deterministic
+        self._ending, self._deterministic = ending, deterministic
         self._began = clock() if began is None else began
         self._before_s, self._paused_s, self._virtual_s = 0.0, 0.0, 0.0
         self._rebuild = REBUILD
         self._groups: int | None = None
         self._stage_from_s = self._stage_until_s = 0.0
-        self._rechosen = False
+        self._rechosen = self._last = False
         self._position: int | None = None
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -132,7 +135,11 @@ class Adaptive(Elastic):
     def allowed_s(self) -> float:
         if not self.deadline:
             return self.asked.value * self.reference_s
-        return max(self.asked.value - self._reserve_s(), 1e-9)
+        return max(self.asked.value - self._end_s, 1e-9)
+
+    @property
+    def _end_s(self) -> float:
+        return 0.0 if self._ending is None else self._ending.seconds()
 
     @property
     def progress(self) -> float:
@@ -183,6 +190,8 @@ class Adaptive(Elastic):
                 yield batch
                 if self._device.type == "cpu" or self.steps % WAITING_STEPS == 0:
                     self._now()  # waits for a device, so that the clock tells what has been done, not what was asked
+                    if self._ending is not None:
+                        self._ending.feel(self.progress)
                     self.finished = self.elapsed_s >= self.allowed_s
                     if self.finished or self._stage_is_over():
                         break
@@ -190,7 +199,7 @@ class Adaptive(Elastic):
         self._epoch_step, self._position = 0, None
 
     def _stage_is_over(self) -> bool:
-        if self.history[-1]["reason"] == "head":
+        if self.history[-1]["reason"] == "head" and not self._last:
             return self.history[-1]["steps"] >= HEAD_PASSES * self._steering.steps_per_epoch or self._past(1.0)
         return not self._rechosen and self._past(RECHOOSE)
 
@@ -205,12 +214,20 @@ class Adaptive(Elastic):
             return
         with self._around():
             if self.stage is None:
-                batches = data.peek(1)
-                self._price(batches[0])
-                self._refuse_if_too_little()
+                self._find_prices(data)
                 if self._begin_head(data):
                     return
             self._begin_next(data)
+
+    def _find_prices(self, data: Pass) -> None:
+        try:
+            self._price(data.peek(1)[0])
+        except BudgetError as error:
+            least_s = math.ceil((error.least or 0.0) / PROFILE_SHARE + self._end_s)  # it says what it would take
+            raise BudgetError(
+                f"budget {self.asked} leaves no time to train: {error}; try {format_seconds(least_s)}", least=least_s
+            ) from error
+        self._refuse_if_too_little()
 
     def _refuse_if_too_little(self) -> None:
         """What has been used to find out what a step costs must leave time for the cheapest steps."""
@@ -218,7 +235,7 @@ class Adaptive(Elastic):
         floor_s = self.profile.with_kept_prefix(rebuilt=0.0).floor_s
         if self.elapsed_s + 10 * floor_s < self.allowed_s:
             return
-        least_s = 2 * (self.elapsed_s + 10 * floor_s) + (self._reserve_s() if self.deadline else 0.0)
+        least_s = 2 * (self.elapsed_s + 10 * floor_s) + (self._end_s if self.deadline else 0.0)
         least = least_s if self.deadline else least_s / self.reference_s
         if self.deadline:
             advice = f"try {format_seconds(math.ceil(least_s))}"
@@ -245,15 +262,20 @@ class Adaptive(Elastic):
         return False
 
     def _begin_next(self, data: Pass) -> None:
-        scores = self._probe(data.peek(self.probe_batches))
-        assert scores is not None, "the policy needs scores"
         before = self.stage
-        with self._charge("select"):
-            stage = choose_stage(
-                self._prices, scores, left_s=self._left_s, steps_per_pass=self._steps_per_pass,
-                keeping=self._keeping if self.keeper is not None and not self._hopeless else None,
-                pin=self.pin, memory=self.memory,
-            )  # fmt: skip
+        affordable = int(PROBE_SHARE * self._left_s / self._prices.full_step_s)
+        if before is not None and not affordable:
+            self._go_on()
+            return
+        scores = self._probe(data.peek(min(max(affordable, 1), self.probe_batches)))
+        assert scores is not None, "the policy needs scores"
+        try:
+            stage = self._choose_stage(scores)
+        except BudgetError:
+            if before is None:
+                raise
+            self._go_on()
+            return
         self.scores = scores
         if before is not None and self.history[-1]["reason"] != "head":
             self._rechosen = True
@@ -263,6 +285,18 @@ class Adaptive(Elastic):
         first = before is None or self.history[-1]["reason"] == "head"
         self._enter(stage, data, reason="stage" if first else "better", until_s=self.allowed_s)
         self._rechosen = not first
+
+    def _choose_stage(self, scores: Mapping[str, float]) -> Stage:
+        with self._charge("select"):
+            return choose_stage(
+                self._prices, scores, left_s=self._left_s, steps_per_pass=self._steps_per_pass,
+                keeping=self._keeping if self.keeper is not None and not self._hopeless else None,
+                pin=self.pin, memory=self.memory,
+            )  # fmt: skip
+
+    def _go_on(self) -> None:
+        """There is no time left for anything else: what trains now trains to the end."""
+        self._stage_until_s, self._rechosen, self._last = self.allowed_s, True, True
 
     @property
     def _prices(self) -> Any:
@@ -357,6 +391,9 @@ class Adaptive(Elastic):
         if self.keeper is not None:
             self.keeper.release()
 
+    def _profile_limit_s(self) -> float | None:
+        return PROFILE_SHARE * self._left_s if self.deadline and not self._deterministic else None
+
     def _effort(self) -> int:
         # Half a percent of the run, as ever; of a deadline it is not known yet how many steps that would be.
         return LEAST_EFFORT if self.deadline else super()._effort()
@@ -399,6 +436,7 @@ class Adaptive(Elastic):
                 "from_s": self._stage_from_s,
                 "until_s": self._stage_until_s,
                 "rechosen": self._rechosen,
+                "last": self._last,
                 "rebuild": self._rebuild,
                 "groups": self._groups,
                 "position": self._position,
@@ -419,4 +457,4 @@ class Adaptive(Elastic):
             self.stage = Stage(self.plan, kept, passes, step_s, expected)
         self._stage_from_s, self._stage_until_s = course["from_s"], course["until_s"]
         self._rechosen, self._rebuild, self._groups = course["rechosen"], course["rebuild"], course["groups"]
-        self._position, self.finished = course["position"], course["finished"]
+        self._position, self.finished, self._last = course["position"], course["finished"], course["last"]

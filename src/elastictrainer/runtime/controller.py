@@ -295,6 +295,7 @@ class Elastic:
                 taken = take_profile(
                     self.model, self.loss_fn, batch, optimizer=self.optimizer, bn=self._bn,
                     cache=None if anew else self.cache, seed=self.seed, effort=self._effort(),
+                    limit_s=self._profile_limit_s(),
                 )  # fmt: skip
                 self.profile = Profile.from_dict(from_first_rank(taken.to_dict())) if ranks() > 1 else taken
             self._steering.profiled(self.profile, taken=True)
@@ -309,6 +310,10 @@ class Elastic:
             return MOST_EFFORT
         share = min(1.0, self.budget.value) if self.budget is not None and self.budget.kind == "ratio" else 1.0
         return int(min(max(0.005 * share * total, LEAST_EFFORT), MOST_EFFORT))
+
+    def _profile_limit_s(self) -> float | None:
+        """The most that taking a profile may take; None for as long as it does."""
+        return None
 
     def _check_given(self, profile: Profile, batch: Any) -> None:
         """A profile from elsewhere must be one of this model, and of steps like these (trap 9)."""

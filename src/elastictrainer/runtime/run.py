@@ -23,6 +23,7 @@ from elastictrainer.report import write_report
 from elastictrainer.runtime.adaptive import Adaptive
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.controller import Elastic
+from elastictrainer.runtime.ending import Ending
 from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
 from elastictrainer.runtime.feed import Feed
 from elastictrainer.runtime.losses import Losses
@@ -93,6 +94,7 @@ class Run:
         self.record = Record()
         self.losses = Losses(self.device)
         self.meters = Meters(self.device, self.record)
+        self.ending: Ending | None = None
         self.elastic = self._make_elastic(deciding)
         self.adaptive = self.elastic if isinstance(self.elastic, Adaptive) else None
         self.step_loss_fn = self.adaptive.step_loss_fn if self.adaptive is not None else self.loss_fn
@@ -170,22 +172,25 @@ class Run:
         for name in ("policy", "feedback", "interval"):
             options.pop(name)
         folder = None if self.folder is None else self.folder.path / "features"
+        if asked.kind == "seconds":
+            self.ending = self._make_ending()
         return Adaptive(
             self.model, self.optimizer, self.loss_fn, epochs=self.settings.epochs, loader=self.train_loader,
-            keep=replace(keep, folder=folder), reserve_s=self._end_s, began=self.began, **options,
+            keep=replace(keep, folder=folder), ending=self.ending, began=self.began, **options,
         )  # fmt: skip
 
-    def _end_s(self) -> float:
-        """What the end of the run will take, by what its parts have taken so far: of a deadline, this is kept back."""
-        record = self.record
-        sizes = [length(loader) or 0 for loader in (self.val_loader, self.test_loader) if loader is not None]
-        if record.evaluations:
-            batch_s = record.eval_s / record.evaluated_batches
-        else:  # two thirds more than a training step's forward pass: a batch may be larger
-            profile = self.elastic.profile
-            batch_s = 0.0 if profile is None else 1.7 * profile.forward_s
-        saving_s = record.checkpoint_s / record.checkpoints if record.checkpoints else 0.05
-        return 1.05 * batch_s * sum(sizes) + 3 * saving_s
+    def _make_ending(self) -> Ending:
+        def forward_s() -> float:
+            return 0.0 if self.elastic.profile is None else self.elastic.profile.forward_s
+
+        return Ending(
+            lambda: [loader for loader in (self.val_loader, self.test_loader) if loader is not None],
+            self._score,
+            record=lambda: self.record,
+            forward_s=forward_s,
+            clock=self.clock,
+            deterministic=self.settings.deterministic,
+        )
 
     def _resume(self) -> list[str]:
         assert self.folder is not None
@@ -335,13 +340,21 @@ class Run:
         batches = Feed(loader, epoch=0, start=0, seed=self.settings.seed + 1, device=self.device)
         if self.metric == "auto":
             self.metric = top1 if is_classified(next(iter(batches), None)) else None
-        metric = with_autocast(self.metric, self.device, self.settings.autocast) if self.metric is not None else None
-        score = evaluate(self.model, self.loss_fn, batches, metric=metric, device=self.device)
+        held = batches if self.ending is None else self.ending.holding(batches)
+        score = self._score(held)
         self._evaluated_at = self.clock()
-        self.record.eval_s += self._evaluated_at - start
+        took_s, batch_count = self._evaluated_at - start, length(loader) or 1
+        self.record.eval_s += took_s
         self.record.evaluations += 1
-        self.record.evaluated_batches += length(loader) or 1
+        self.record.evaluated_batches += batch_count
+        if self.ending is not None:
+            self.ending.evaluated(took_s, batch_count)
         return score
+
+    def _score(self, batches: Iterable[Any]) -> Score:
+        assert self.metric != "auto", "resolved at the first evaluation"
+        metric = with_autocast(self.metric, self.device, self.settings.autocast) if self.metric is not None else None
+        return evaluate(self.model, self.loss_fn, batches, metric=metric, device=self.device)
 
     def _write_epoch(self, score: Score | None) -> None:
         stats, record = self.elastic.stats, self.record
@@ -507,6 +520,8 @@ class Run:
         """The same refusal in the unit that the run was asked in: a time for all steps, where they are planned one by
         one."""
         asked, per_step = Budget.parse(self.config["budget"] or 1.0), self.elastic.budget
+        if self.adaptive is not None:  # speaks of the run as it is
+            return error
         if asked.kind != "seconds" or per_step is None or error.least is None or error.of != "time":
             return error
         assert self.batches_per_epoch is not None, "a time for the run was divided by its steps"
