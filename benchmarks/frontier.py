@@ -3,8 +3,9 @@
     python benchmarks/frontier.py --device cuda --data ../shared/data/pets37 --weights ../shared/weights --jobs 8
     python benchmarks/frontier.py --image-size 96 --models mobilenet_v2 --budgets 0.1 --seeds 1 --rates 0.003   # a CPU
 
-Methods: adaptive; everything for fewer epochs (`shorter`, its steps cut off at the same seconds); a fixed suffix and
-head alone for as many passes as the time is for, each step paying its forward pass; full training. Every cell is a
+Methods: adaptive; everything for fewer epochs (`shorter`, its steps cut off at the same seconds); a fixed suffix, head
+alone, norms and biases, elastic as published and with random importance, each for as many passes as the time is for at
+its own price of a step, of which the forward pass is always paid; full training. Every cell is a
 process of its own with a deadline of the same seconds: `budget * epochs * steps * full step`, the full step timed once
 for each model before anything else runs. Deciding, building of features and data loading are inside; evaluation is not.
 
@@ -36,7 +37,8 @@ from common import RESULTS, folder_or_none, print_table, where, write_csv
 from elastic import sgd
 from workloads import images, loss_fn, network
 
-METHODS = ("adaptive", "shorter", "suffix", "head")
+METHODS = ("adaptive", "shorter", "suffix", "head", "bn_bias", "elastic", "random")
+SHARE = 0.5  # of a full step, for methods whose steps have a budget
 CLIP = 1.0  # full training of MobileNetV2 at batch 4 diverges without it; all methods get it
 
 
@@ -67,18 +69,17 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         result = et.fit(model, optimizer, loss_fn, data.train, epochs=args.epochs, budget=budget, **shared)
     else:
         policy = {"shorter": "full", "full": "full"}.get(method, method)
-        passes = args.epochs * budget
-        if method in ("suffix", "head"):
+        share = 1.0
+        if policy != "full":
             # As many passes as fit, at the price of this method's own step.
             profile = et.profile(model.train(), loss_fn, next(iter(data.train)), optimizer=optimizer, effort=30)
-            plan = et.policies.find_policy(policy).plan(profile, None, budget=0.5, pin="head")
-            passes = args.epochs * budget / plan.ratio
-            shared["profile"] = profile
-        part = Part(data.train, passes)
+            share, shared["profile"] = SHARE, profile
+            if not (found := et.policies.find_policy(policy)).needs_scores:
+                share = found.plan(profile, None, budget=SHARE, pin="head").ratio
+        part = Part(data.train, args.epochs * budget / share)
         result = et.fit(
-            model, optimizer, loss_fn, part, epochs=part.epochs, policy=policy, feedback=False,
-            budget="0.5x" if method == "suffix" else "1x", **shared,
-        )  # fmt: skip
+            model, optimizer, loss_fn, part, epochs=part.epochs, policy=policy, feedback=False, budget=SHARE, **shared
+        )
     wall_s = time.perf_counter() - start
     known = [a for a in result.accuracy["per_epoch"] if a is not None]
     return {
