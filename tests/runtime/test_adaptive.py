@@ -241,6 +241,41 @@ def test_some_groups_are_a_fair_sample() -> None:
     assert len(np.flatnonzero(there)) != np.ptp(np.flatnonzero(there)) + 1  # not the first ones in a row
 
 
+def test_where_reading_back_is_slower_than_computing_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Keeper, "read_s", lambda self, epoch: 1.0)  # a disk that has to be woken
+    result = fit(budget="0.5x", deterministic=False, clock=Ticking(1e-5))
+    assert result.features["hits"] == 0
+    assert "takes longer than computing them" in result.features["obstacle"]
+    assert result.steps > 0
+
+
+def test_reading_is_timed_on_what_is_kept() -> None:
+    keeper, _ = stood(network(), "8.")
+    keeper.fill(0, groups=1)
+    assert keeper.kept is not None
+    hits = keeper.kept.hits
+    assert 0 < keeper.read_s(0) < 1
+    assert keeper.kept.hits == hits
+    keeper.give_up("tired of it")
+    assert not keeper.active
+    assert keeper.obstacle == "tired of it"
+
+
+def test_a_prefix_in_bf16_is_as_far_off_as_bf16_is() -> None:
+    model = network()
+    losses = {}
+    for precision in (None, "bf16"):
+        keeper, applied = stood(model, "8.", precision=precision, dtype="float32")
+        assert keeper.active, keeper.obstacle
+        keeper.fill(0)
+        batch = next(keeper.batches(keeper.loader.order(0), 0))
+        losses[precision] = keeper.loss_fn(model, batch).item()
+        applied.undo()
+    assert losses["bf16"] != losses[None]
+    assert losses["bf16"] == pytest.approx(losses[None], rel=0.05)
+    assert fit(budget="0.5x", keep_with="bf16").features["hits"] > 0
+
+
 # -- little time -------------------------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,10 @@ KeepAs = Annotated[
     Literal["float16", "bfloat16", "int8", "float32"],
     typer.Option("--keep-as", help="adaptive: how features are stored.", rich_help_panel=_PLAN),
 ]
+KeepWith = Annotated[
+    Literal["bf16"] | None,
+    typer.Option("--keep-with", help="adaptive: compute features under autocast.", rich_help_panel=_PLAN),
+]
 Feedback = Annotated[
     bool,
     typer.Option("--feedback/--no-feedback", help="Correct predictions by measured steps.", rich_help_panel=_PLAN),
@@ -150,6 +154,7 @@ def train(
     keep_bytes: KeepBytes = "2GiB",
     keep_disk: KeepDisk = None,
     keep_as: KeepAs = "float16",
+    keep_with: KeepWith = None,
     seed: options.Seed = 0,
     deterministic: options.Deterministic = False,
     device: options.Device = "auto",
@@ -222,6 +227,7 @@ def train(
         keep_bytes=keep_bytes,
         keep_disk=keep_disk,
         keep_as=keep_as,
+        keep_with=keep_with,
         profile=profile,
         progress=not as_json,
         tensorboard=tensorboard,

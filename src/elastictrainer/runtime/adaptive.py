@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,12 +41,13 @@ TRIED_GROUPS = 4  # groups of images from which that is learned
 @dataclass(frozen=True, slots=True)
 class Keep:
     """How features are kept: `views` of each image, as `dtype`, up to `memory_bytes` in memory, beyond that up to
-    `disk_bytes` in a file in `folder`. `allowed=False` keeps none."""
+    `disk_bytes` in a file in `folder`. `precision="bf16"` computes them under autocast. `allowed=False` keeps none."""
 
     views: int = 2
     memory_bytes: int = 2 << 30
     disk_bytes: int | None = None
     dtype: KeptType = "float16"
+    precision: Literal["bf16"] | None = None
     allowed: bool = True
     folder: Path | None = None
 
@@ -100,7 +101,7 @@ class Adaptive(Elastic):
             self.keeper = Keeper(
                 model, loss_fn, loader,
                 views=keep.views, memory_bytes=keep.memory_bytes, disk_bytes=keep.disk_bytes, dtype=keep.dtype,
-                folder=keep.folder,
+                folder=keep.folder, precision=keep.precision,
             )  # fmt: skip
         self._ending, self._deterministic = ending, deterministic
         self._began = clock() if began is None else began
@@ -179,7 +180,7 @@ class Adaptive(Elastic):
             self._fill()
         while data.more and not self.finished:
             self._decide(data)
-            for batch in data.batches(self.keeper if self.stage is not None and self.stage.kept else None):
+            for batch in data.batches(self.keeper if self.stage_is_kept else None):
                 # Counted when handed out: a state taken in the loop's body, after the step, is then up to date.
                 assert self.stage is not None
                 self.steps += 1
@@ -256,7 +257,7 @@ class Adaptive(Elastic):
         assert self.profile is not None
         stage = head_stage(self._prices, self._keeping, pin=self.pin, memory=self.memory, passes=HEAD_PASSES)
         self._enter(stage, data, reason="head", until_s=self.elapsed_s + HEAD_SHARE * self._left_s)
-        if self.stage is not None and self.stage.kept:
+        if self.stage_is_kept:
             return True
         self.stage = None
         return False
@@ -284,13 +285,20 @@ class Adaptive(Elastic):
                 return
         first = before is None or self.history[-1]["reason"] == "head"
         self._enter(stage, data, reason="stage" if first else "better", until_s=self.allowed_s)
+        if stage.kept and not self.stage_is_kept:  # at these prices it would not have been chosen
+            self._enter(self._choose_stage(scores, kept=False), data, reason="without features", until_s=self.allowed_s)
         self._rechosen = not first
 
-    def _choose_stage(self, scores: Mapping[str, float]) -> Stage:
+    @property
+    def stage_is_kept(self) -> bool:
+        """Whether steps are made on features now."""
+        return self.stage is not None and self.stage.kept
+
+    def _choose_stage(self, scores: Mapping[str, float], *, kept: bool = True) -> Stage:
         with self._charge("select"):
             return choose_stage(
                 self._prices, scores, left_s=self._left_s, steps_per_pass=self._steps_per_pass,
-                keeping=self._keeping if self.keeper is not None and not self._hopeless else None,
+                keeping=self._keeping if kept and self.keeper is not None and not self._hopeless else None,
                 pin=self.pin, memory=self.memory,
             )  # fmt: skip
 
@@ -336,8 +344,15 @@ class Adaptive(Elastic):
             return
         with self._charge("features"):
             self.keeper.stand(data.peek(1)[0])
-        if not self.keeper.active:  # this plan cannot be had without its prefix, so its steps cost what they cost
-            self.stage = Stage(self.stage.plan, False, self.stage.passes, self.stage.plan.step_s, self.stage.worth)
+        if not self.keeper.active:
+            self._do_without()
+
+    def _do_without(self) -> None:
+        """This plan cannot be had without its prefix, or not with gain: its steps cost what they cost."""
+        assert self.stage is not None
+        plan = self.stage.plan
+        step_s = self._prices.step_s(plan.trainable)
+        self.stage = Stage(plan, False, self._left_s / (self._steps_per_pass * step_s), step_s, self.stage.worth)
 
     def _fill(self) -> None:
         """Features for the epoch that begins, of as many samples as the stage has time for."""
@@ -348,6 +363,10 @@ class Adaptive(Elastic):
             done = keeper.fill(self.epochs, groups=TRIED_GROUPS)
             if done and not self._deterministic:
                 self._learn_rebuild((self._now() - start) / done)
+                if keeper.read_s(self.epochs) > self._rebuild * self._prefix_s:
+                    keeper.give_up("reading features back takes longer than computing them")
+                    self._do_without()
+                    return
             if self._groups is None:
                 affordable = int(HEAD_SHARE * self._left_s / max(self._group_s, 1e-12))
                 self._groups = min(max(affordable, TRIED_GROUPS), keeper.groups)

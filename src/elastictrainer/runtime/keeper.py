@@ -7,6 +7,8 @@ together for the loop: a batch that the keeper has laid out is trained on by sta
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,7 @@ from elastictrainer.runtime.standin import StandIns, agree
 __all__ = ["Keeper"]
 
 FILL_IMAGES = {"cpu": 16, "cuda": 256}  # images that the prefix is run on at once: large, since nothing is saved
+READ = 8  # batches that are fetched to find out how long it takes
 CHECKED = 4  # samples on which a cut is tried out
 
 
@@ -46,6 +49,7 @@ class Keeper:
         disk_bytes: what is more, but not more than this, is kept in a file in `folder`, mapped; a resumed run finds it
             again. What would take still more is not kept at all.
         dtype: in which features are kept.
+        precision: `"bf16"` computes them under autocast: faster where the device has it, and as far off as bf16 is.
     """
 
     def __init__(
@@ -118,8 +122,7 @@ class Keeper:
         back = tree_map(lambda leaf: leaf.flip(0) if isinstance(leaf, Tensor) and leaf.dim() else leaf, few)
         why = agree(self.model, self._stand_ins, self.plain_loss_fn, few, shuffled=back)
         if why:
-            self.cut = Cut(obstacle=why)
-            self.release()
+            self.give_up(why)
             return
         rows = [Rows((c.shape[0] // size, *c.shape[1:]), c.dtype) for c in self.cut.crossings]
         self._make_room(rows)
@@ -140,11 +143,10 @@ class Keeper:
         on_disk = wanted > self.memory_bytes
         most = max(self.memory_bytes, self.disk_bytes or 0) if self.folder is not None else self.memory_bytes
         if wanted > most:
-            self.cut = Cut(
-                obstacle=f"{format_bytes(wanted)} of features would pass the limit of {format_bytes(most)}; "
+            self.give_up(
+                f"{format_bytes(wanted)} of features would pass the limit of {format_bytes(most)}; "
                 "raise keep_bytes or keep_disk, lower views, or keep them as int8"
             )
-            self.release()
             return
         key = self._key(rows)
         if self.kept is not None and self.kept.key == key:
@@ -221,6 +223,27 @@ class Keeper:
                 break
         self.kept.misses += done
         return done
+
+    def read_s(self, epoch: int) -> float:
+        """What fetching a batch of what is kept takes now; the least of a few times. Costs these."""
+        assert self.kept is not None
+        order = self.loader.order(epoch)
+        some = order[self.kept_of(order, epoch)][: READ * self.loader.batch_size]
+        best = math.inf
+        for start in range(0, len(some), self.loader.batch_size):
+            here = some[start : start + self.loader.batch_size]
+            began = time.perf_counter()
+            rows = self.kept.get(here, self._codes(here, epoch))
+            if rows and rows[0].is_cuda:
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - began)
+        self.kept.hits -= len(some)  # asked for no step's sake
+        return best if len(some) else 0.0
+
+    def give_up(self, why: str) -> None:
+        """Keep nothing under the plan that stands."""
+        self.cut = Cut(obstacle=why)
+        self.release()
 
     @property
     def group_size(self) -> int:

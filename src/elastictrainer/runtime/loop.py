@@ -49,6 +49,7 @@ def fit(
     keep_bytes: str | int = "2GiB",
     keep_disk: str | int | None = None,
     keep_as: KeptType = "float16",
+    keep_with: Literal["bf16"] | None = None,
     val_loader: Iterable[Any] | None = None,
     test_loader: Iterable[Any] | None = None,
     metric: Metric | Literal["auto"] | None = "auto",
@@ -97,10 +98,10 @@ def fit(
             what `epochs` of full training would take, deciding included, or a deadline for everything, evaluation and
             checkpoints included; how many passes are made follows. With `policy="elastic"`, as published, every step
             takes at most that share, `epochs` are made, and evaluation, checkpoints and deciding come on top.
-        keep, views, keep_bytes, keep_disk, keep_as: of policy `"adaptive"`, on our own loaders: whether what lies below
-            the deepest trained tensor is computed once and kept; for how many views of each image; in how much memory,
-            beyond it on how much disk (in the run folder; none by default); and as what (`"float16"`, `"bfloat16"`,
-            `"int8"`, `"float32"`).
+        keep, views, keep_bytes, keep_disk, keep_as, keep_with: of policy `"adaptive"`, on our own loaders: whether what
+            lies below the deepest trained tensor is computed once and kept; for how many views of each image; in how
+            much memory, beyond it on how much disk (in the run folder; none by default); as what (`"float16"`,
+            `"bfloat16"`, `"int8"`, `"float32"`); and computed with what (`"bf16"`: under autocast).
         policy, importance, interval, pin, probe_batches, memory, bn, resting_state, profile, cache, feedback: see
             `et.Elastic`.
         metric: `metric(model, batch)` -> (sum, count), higher is better. `"auto"`: the share of right answers where
@@ -136,7 +137,8 @@ def fit(
         "probe_batches": probe_batches, "memory": memory, "bn": bn, "resting_state": resting_state,
         "profile": profile, "cache": cache, "feedback": feedback,
         "keep": Keep(
-            views, parse_bytes(keep_bytes), None if keep_disk is None else parse_bytes(keep_disk), keep_as, allowed=keep
+            views, parse_bytes(keep_bytes), None if keep_disk is None else parse_bytes(keep_disk), keep_as, keep_with,
+            allowed=keep,
         ),
     }  # fmt: skip
     with ExitStack() as stack:

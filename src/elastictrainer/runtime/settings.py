@@ -112,7 +112,7 @@ def _keeping(policy: Policy, keep: Any) -> dict[str, Any]:
     if policy is not ADAPTIVE or keep is None:
         return {}
     return {"keep": keep.allowed, "views": keep.views, "keep_bytes": keep.memory_bytes, "keep_disk": keep.disk_bytes,
-            "keep_as": keep.dtype}  # fmt: skip
+            "keep_as": keep.dtype, "keep_with": keep.precision}  # fmt: skip
 
 
 def length(loader: Iterable[Any]) -> int | None:

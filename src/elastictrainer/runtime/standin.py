@@ -91,7 +91,8 @@ class StandIns:
                 "the model did not make the calls it made when it was cut in two; its control flow must depend on "
                 "shapes only for features to be kept (keep='never' does without)"
             )
-        return [found[n] for n in range(len(wanted))]
+        # Under autocast they come in half precision, and what trains is to be given what it always was.
+        return [found[n].to(crossing.dtype) for n, crossing in enumerate(self.cut.crossings)]
 
     # -- everything but the prefix -------------------------------------------------------------------------------------
 
