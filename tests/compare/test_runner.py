@@ -261,3 +261,36 @@ def test_a_folder_of_another_comparison_is_refused_with_all_that_differs(tmp_pat
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match="nothing is overwritten"):
         Comparison(made, tmp_path / "mine", shared={}, asked={})
+
+
+def leave_config(out: Path, cell: Cell) -> None:
+    """How a cell was asked for, as `train` keeps it."""
+    asked = {"model": cell.workload.model, "data": cell.workload.data, "weights": cell.workload.weights}
+    (out / cell.folder / "config.yaml").write_text(yaml.safe_dump({"command": asked}))
+
+
+def test_finished_cells_are_never_taken_for_those_of_other_images_or_weights(tmp_path: Path) -> None:
+    """Two folders of one name in another order, or other weights: the same cells' folders would be found finished."""
+    first, second = tmp_path / "a" / "birds", tmp_path / "b" / "birds"
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+    made = grid(data=[str(first), str(second)], rates=[0.1])
+    comparison(tmp_path, made)
+    for workload in made.workloads:
+        cell = made.finals(workload, dict.fromkeys(made.methods, 0.1))[0]
+        leave(tmp_path / "out", cell, val=0.5)
+        leave_config(tmp_path / "out", cell)
+    third = tmp_path / "c" / "birds"
+    third.mkdir(parents=True)
+    comparison(tmp_path, grid(data=[f"{first}/", str(second), str(third)], rates=[0.1]), resume=True)  # it may grow
+    with pytest.raises(CheckpointError, match="would now hold"):
+        comparison(tmp_path, grid(data=[str(second), str(first)], rates=[0.1]), resume=True)
+    with pytest.raises(CheckpointError, match=r"weights other\.pth"):
+        comparison(tmp_path, grid(data=[str(first)], weights=["other.pth"], rates=[0.1]), resume=True)
+
+
+def test_seconds_of_cells_that_ran_beside_others_are_never_passed_off_as_undisturbed(tmp_path: Path) -> None:
+    made = grid(rates=[0.1], seeds=[0])
+    comparison(tmp_path, made, jobs=4)
+    for again in (comparison(tmp_path, made, resume=True), comparison(tmp_path, made, resume=True, jobs=2)):
+        assert again.most_jobs == 4
