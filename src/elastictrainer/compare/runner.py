@@ -254,12 +254,13 @@ class Comparison:
         for method in self.grid.methods:
             if method not in rates:
                 self.failed[f"{workload.name}: {method.name}"] = "no learning rate of the grid could be trained with"
-            elif self.grid.tunes and rates[method] in (min(self.grid.rates), max(self.grid.rates)):
-                end = "largest" if rates[method] == max(self.grid.rates) else "smallest"
-                remarks.append(
-                    f"{workload.name}: {method.name} did best at lr {rates[method]:g}, the {end} of the grid: "
-                    "a wider grid might do it more justice."
-                )
+        if self.grid.tunes:
+            for end, rate in (("smallest", min(self.grid.rates)), ("largest", max(self.grid.rates))):
+                if at_it := [method.name for method in self.grid.methods if rates.get(method) == rate]:
+                    remarks.append(
+                        f"{workload.name}: at the {end} lr of the grid, {rate:g}, these did best: {', '.join(at_it)}. "
+                        "A wider grid might do them more justice."
+                    )
 
     # -- what is left behind -----------------------------------------------------------------------------------------
 

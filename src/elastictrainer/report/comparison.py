@@ -144,30 +144,51 @@ def _outcome(runs: Sequence[RunRecord], names: Sequence[str], out: Path) -> Mark
 
 
 def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> Markup:
-    """Options in which the runs differ: whoever compares them should know."""
+    """Options in which the runs differ, which whoever compares them should know: a row a value, with who has it."""
     configs = [
-        {**run.config, "device": run.environment.get("device"), "torch": run.environment.get("torch")} for run in runs
+        _flat({**run.config, "device": run.environment.get("device"), "torch": run.environment.get("torch")})
+        for run in runs
     ]
-    keys = dict.fromkeys(key for config in configs for key in config if key != "environment")
-    differ = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differ = [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]
     if not differ:
         return Markup("")
-    rows = [
-        (Cell(str(key)), *(Cell(_brief(config.get(key))) for config in configs))
-        for key in sorted(differ, key=lambda key: (key in _OUTCOME, str(key)))
-    ]
-    others = [str(key) for key in differ if key not in _OUTCOME]
+    rows = []
+    for key in sorted(differ, key=lambda key: (key in _OUTCOME, key)):
+        by_value: dict[str, list[str]] = {}
+        for name, config in zip(names, configs):
+            by_value.setdefault("–" if config.get(key) is None else str(config[key]), []).append(name)
+        for value, having in by_value.items():
+            rows.append(
+                (
+                    Cell(key),
+                    Cell(_brief(value), wraps=True),
+                    Cell(str(len(having)), float(len(having))),
+                    Cell(", ".join(having), wraps=True),
+                )
+            )
+    others = [key for key in differ if key not in _OUTCOME]
     title = f"What else differs between the runs: {', '.join(others)}" if others else "Options that differ"
-    return tag(
-        "section",
-        fold(
-            title, table("differences", ("option", *names), rows, numeric=[False] * (len(runs) + 1)), key="differences"
-        ),
-    )
+    shown = table("differences", ("option", "value", "runs", "which"), rows, numeric=[False, False, True, False])
+    return tag("section", fold(title, shown, key="differences"))
 
 
-def _brief(value: Any) -> str:
-    text = "–" if value is None else str(value)
+def _flat(config: Any, path: str = "") -> dict[str, Any]:
+    """Options by their whole names: `optimizer.groups.0.lr`, where all of `optimizer` would say too much."""
+    if isinstance(config, dict):
+        pairs = list(config.items())
+    elif isinstance(config, list) and any(isinstance(item, dict) for item in config):
+        pairs = list(enumerate(config))
+    else:  # names of classes, say: one thing, however many there are
+        return {path: config}
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if path or key not in ("environment", "command"):
+            found |= _flat(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _brief(text: str) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
