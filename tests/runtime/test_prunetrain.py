@@ -223,7 +223,8 @@ def run(out: Path | None, *, resume: bool = False, seed: int = 0, **options: Any
     loader = options.pop("loader", None) or images()
     result = fit(
         net, make_optimizer("sgd", net.parameters(), lr=0.01), loss_fn, loader, epochs=4, policy="prunetrain",
-        interval=options.pop("interval", 2), out=out, resume=resume, deterministic=True, progress=False, scheduler=None, seed=seed, **options,
+        interval=options.pop("interval", 2), out=out, resume=resume, deterministic=True, progress=False,
+        scheduler=None, seed=seed, **options,
     )  # fmt: skip
     return net, result
 

@@ -20,11 +20,12 @@ _FIGURES = (
     "steps", "best_epoch", "train_s", "eval_s", "full_step_s", "step_s", "predicted_ratio", "measured_ratio",
     "peak_bytes", "deciding_peak_bytes", "flops", "energy_j", "energy_meter", "restarts",
 )  # fmt: skip
+_DECIDING = ("profile", "probe", "select", "apply", "forward", "features", "flops")
 _ENVIRONMENT = ("device", "threads", "torch", "python", "elastictrainer", "platform", "commit")
 COLUMNS = (
     "model", "weights", "data", "stage", "method", "policy", "importance", "budget", "lr", "seed", "epochs",
     "batch_size", "accuracy", "accuracy_of", "val_accuracy", "per_epoch_s", "per_epoch_val_accuracy", *_FIGURES,
-    "profile_s", "probe_s", "select_s", "apply_s", "forward_s", "jobs", *_ENVIRONMENT,
+    *(f"{part}_s" for part in _DECIDING), "jobs", *_ENVIRONMENT,
     "folder",
 )  # fmt: skip
 
@@ -58,7 +59,7 @@ def row(cell: Cell, *, jobs: int = 1) -> dict[str, Any]:
         "per_epoch_s": " ".join(f"{line['train_s']:.6g}" for line in epochs),
         "per_epoch_val_accuracy": " ".join(_shown(line.get("val_accuracy")) for line in epochs),
         **{figure: made.get(figure) for figure in _FIGURES},
-        **{f"{part}_s": overhead.get(part) for part in ("profile", "probe", "select", "apply", "forward")},
+        **{f"{part}_s": overhead.get(part) for part in _DECIDING},
         "jobs": jobs,
         **{fact: (config.get("environment") or {}).get(fact) for fact in _ENVIRONMENT},
         "folder": str(cell.folder),
