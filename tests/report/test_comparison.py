@@ -135,3 +135,24 @@ def test_a_method_has_one_colour_in_all_figures(groups: list[Group]) -> None:
         for style, name in re.findall(r'<li><i class="(.*?)"></i>(.*?)</li>', drawn):
             shown.setdefault(name.split(",")[0].split(" 0.")[0], []).append(style)
     assert len(set(shown["head"])) == len(set(shown["random"])) == len(set(shown["elastic magnitude"])) == 1
+
+
+def test_folders_of_images_are_headed_by_their_last_part_where_that_is_enough(tmp_path: Path) -> None:
+    def folder(name: str, data: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"model: torchvision/resnet18\ndata: {data}\npolicy: full\n")
+        (tmp_path / name / "metrics.jsonl").write_text('{"epoch": 1, "train_s": 2.0, "val_accuracy": 0.5}\n')
+        return tmp_path / name
+
+    def headings(*runs: Path) -> list[str]:
+        page = write_comparison(runs, tmp_path / "c.html").read_text()
+        return re.findall(r"<h1>(.*?)</h1>", page) + re.findall(r'<h2 class="workload">(.*?)</h2>', page)
+
+    birds, other, pets = folder("r1", "/home/a/birds/"), folder("r2", "/home/b/birds"), folder("r3", "/home/a/pets")
+    assert headings(birds) == ["torchvision/resnet18 on birds"]
+    assert headings(birds, pets)[1:] == ["torchvision/resnet18 on birds", "torchvision/resnet18 on pets"]
+    assert headings(birds, other)[1:] == [
+        "torchvision/resnet18 on /home/a/birds/",
+        "torchvision/resnet18 on /home/b/birds",
+    ]
+    assert headings(folder("r4", "builtin")) == ["torchvision/resnet18 on builtin"]

@@ -54,14 +54,15 @@ def comparison_page(runs: Sequence[RunRecord], out: Path, *, remarks: Sequence[s
     names = _short_names([run.folder for run in runs])
     groups = group_runs(runs, names)
     workloads = list(dict.fromkeys(group.workload for group in groups))
+    headings = _headings(groups, workloads)
     devices = dict.fromkeys(str(run.environment.get("device") or "unknown device") for run in runs)
     missing = [f"{name}: {sentence}" for name, run in zip(names, runs) for sentence in run.missing]
     sections = [
-        _workload(workload, [g for g in groups if g.workload == workload], place, alone=len(workloads) == 1)
+        _workload(headings[workload], [g for g in groups if g.workload == workload], place, alone=len(workloads) == 1)
         for place, workload in enumerate(workloads)
     ]
     return make_page(
-        workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads",
+        headings[workloads[0]] if len(workloads) == 1 else f"{len(workloads)} workloads",
         " · ".join([f"{len(runs)} runs of {len(groups)} methods compared", *devices]),
         notes("To be read with this in mind", list(remarks)),
         notes("Not everything is here", missing),
@@ -72,7 +73,13 @@ def comparison_page(runs: Sequence[RunRecord], out: Path, *, remarks: Sequence[s
     )
 
 
-def _workload(workload: str, groups: Sequence[Group], place: int, *, alone: bool) -> Markup:
+def _headings(groups: Sequence[Group], workloads: Sequence[str]) -> dict[str, str]:
+    """Of each workload: with folders by their last parts, where these tell it from the others."""
+    short = {group.workload: group.runs[0].heading for group in groups}
+    return {name: short[name] if list(short.values()).count(short[name]) == 1 else name for name in workloads}
+
+
+def _workload(heading: str, groups: Sequence[Group], place: int, *, alone: bool) -> Markup:
     """One network on one dataset. Ids are numbered from the second workload on."""
 
     def key(name: str) -> str:
@@ -90,7 +97,7 @@ def _workload(workload: str, groups: Sequence[Group], place: int, *, alone: bool
     reached = time_to_accuracy(groups, key("time-to-accuracy"))
     return tag(
         "section",
-        "" if alone else tag("h2", workload, class_="workload"),
+        "" if alone else tag("h2", heading, class_="workload"),
         tag("div", *drawn, class_="grid"),
         tag(
             "section",

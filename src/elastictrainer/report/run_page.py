@@ -38,7 +38,7 @@ def run_page(run: RunRecord) -> str:
     ended = "" if run.result is not None else f"not ended, {len(run.epochs)} epochs so far"
     about = [run.policy, f"budget {run.budget}" if run.budget else "", str(run.environment.get("device") or ""), ended]
     return make_page(
-        run.title,
+        run.heading,
         " · ".join([run.name, *filter(None, about)]),
         notes("Not everything is here", run.missing),
         _headline(run),
