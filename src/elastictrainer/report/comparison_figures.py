@@ -148,7 +148,9 @@ def by_model(groups: Sequence[Group], key: str) -> Markup:
     """Accuracy by network, on the same data (Fig. 19)."""
     return _bars_of(
         "By model", groups, lambda g: f"{_short(g.model)} · {g.name}", key,
-        "Final accuracy, means over seeds. Colours are methods.", colour_by=lambda g: g.name,
+        "Final accuracy, means over seeds. Colours are methods.",
+        # Not by name: it says no more than tells a method from the others of its own workload.
+        colour_by=lambda g: f"{g.family} {g.budget} {g.epochs}",
     )  # fmt: skip
 
 
