@@ -262,6 +262,23 @@ def test_a_run_shrinks_at_its_interval_and_says_so(quiet: None, tmp_path: Path) 
     torch.testing.assert_close(fresh.eval()(inputs), net.eval()(inputs))
 
 
+def test_the_lasso_alone_drives_channels_out(tmp_path: Path) -> None:
+    """Nothing is silenced by hand: from the published strength on, at a rate large enough for a short run."""
+    net = network()
+    before = sum(p.numel() for p in net.parameters())
+    result = fit(
+        net, make_optimizer("sgd", net.parameters(), lr=0.1), loss_fn, images(8), epochs=60, policy="prunetrain",
+        interval=5, bn="track", deterministic=True, progress=False, out=tmp_path / "run",
+    )  # fmt: skip
+    assert "rebuilt" in [plan["reason"] for plan in result.plans]
+    assert sum(p.numel() for p in net.parameters()) < before
+    kept = max((tmp_path / "run" / "checkpoint").glob("save-*"))
+    flops = json.loads((kept / "state.json").read_text())["state"]["record"]["flops_by_plan"]
+    counted = [flops[plan["id"]] for plan in result.plans]
+    assert counted == sorted(counted, reverse=True)
+    assert counted[-1] < counted[0]
+
+
 def test_the_best_weights_may_be_of_the_network_before_it_shrank(quiet: None, tmp_path: Path) -> None:
     worse = iter([0.9, 0.8, 0.7, 0.6, 0.5])
     out = tmp_path / "run"
