@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import signal
@@ -141,6 +142,46 @@ def test_wrong_use_is_one_line_with_everything_in_it(tmp_path: Path, capsys: Any
     for word in ("'resnet5000'", str(tmp_path / "no"), "did you mean 'elastic'?", "'x'", "lr -1"):
         assert word in complaint
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_every_method_starts_at_the_same_weights_and_sees_the_same_images(
+    images: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Whatever a policy draws by lot or looks at besides, of a seed all methods have the same batches in one order."""
+    pytest.importorskip("torch_pruning", reason="the extra prunetrain is not installed")
+    from elastictrainer.runtime import run as running
+
+    seen: dict[str, list[str]] = {}
+    method = ""
+    begin, count = running.Run.begin_epoch, running.Run.count_flops
+
+    def watch_begin(self: Any) -> None:
+        if self.record.step == 0:
+            weights = b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+            seen[method] = [hashlib.sha256(weights).hexdigest()]
+        begin(self)
+
+    def watch_batches(self: Any, batch: Any) -> None:
+        seen[method].append(hashlib.sha256(batch[0].numpy().tobytes()).hexdigest())
+        count(self, batch)
+
+    monkeypatch.setattr(running.Run, "begin_epoch", watch_begin)
+    monkeypatch.setattr(running.Run, "count_flops", watch_batches)
+    made = Grid.of(
+        models=["torchvision/resnet18"], data=[str(images)], epochs=2, rates=[0.01], budgets=["0.6x"],
+        policies=["full", "suffix", "random", "elastic", "prunetrain"], importances=["elastic", "magnitude"],
+    )  # fmt: skip
+    shared = [
+        "--image-size", "32", "--batch-size", "4", "--bn", "track", "--device", "cpu", "--threads", "1",
+        "--probe-batches", "2",
+    ]  # fmt: skip
+    for cell in made.finals(made.workloads[0], dict.fromkeys(made.methods, 0.01)):
+        method = cell.method.name
+        assert cli.main(["train", *made.under(tmp_path, cell).arguments(), *shared]) == 0
+    assert len(seen) == 6
+    assert len(seen["full"]) == 1 + 2 * 6
+    assert all(each == seen["full"] for each in seen.values())
 
 
 # -- without training: folders as cells leave them -------------------------------------------------------------------
