@@ -329,6 +329,10 @@ def test_finished_cells_are_never_taken_for_those_of_other_images_or_weights(tmp
     comparison(tmp_path, grid(data=[f"{first}/", str(second), str(third)], rates=[0.1]), resume=True)  # it may grow
     with pytest.raises(CheckpointError, match="would now hold"):
         comparison(tmp_path, grid(data=[str(second), str(first)], rates=[0.1]), resume=True)
+    first.rename(tmp_path / "a" / "moved")
+    (tmp_path / "d" / "birds").mkdir(parents=True)
+    comparison(tmp_path, grid(data=[str(tmp_path / "d" / "birds"), str(second)], rates=[0.1]), resume=True)  # it moved
+    (tmp_path / "a" / "moved").rename(first)
     with pytest.raises(CheckpointError, match=r"weights other\.pth"):
         comparison(tmp_path, grid(data=[str(first)], weights=["other.pth"], rates=[0.1]), resume=True)
 

@@ -158,7 +158,7 @@ class Comparison:
                 continue
             told = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("command") or {}
             held = Workload(str(told.get("model")), str(told.get("data")), told.get("weights"))
-            if told and _located(held) != _located(workload):
+            if told and not _same(held, workload):
                 raise CheckpointError(
                     f"{self.out / place} holds {_told(held)}, and would now hold {_told(workload)}; give models, data "
                     "and weights as they were, new ones after them, or choose another folder"
@@ -299,10 +299,20 @@ def result(cell: Cell) -> dict[str, Any] | None:
     return document
 
 
-def _located(workload: Workload) -> tuple[str, ...]:
-    """A workload, with one spelling for each file and folder."""
-    names = (workload.model, workload.data, workload.weights or "")
-    return tuple(str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name for name in names)
+def _same(held: Workload, now: Workload) -> bool:
+    return held.model == now.model and _same_place(held.data, now.data) and _same_place(held.weights, now.weights)
+
+
+def _same_place(held: str | None, now: str | None) -> bool:
+    """Whether two names are of one file or folder: one place in two spellings, or moved and with its old place gone."""
+    if held == now:
+        return True
+    if held is None or now is None:
+        return False
+    before, after = Path(held).expanduser(), Path(now).expanduser()
+    if before.exists():
+        return after.exists() and before.resolve() == after.resolve()
+    return before.name == after.name and len(before.parts) > 1
 
 
 def _told(workload: Workload) -> str:
