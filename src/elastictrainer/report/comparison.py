@@ -141,7 +141,7 @@ def _outcome(runs: Sequence[RunRecord], names: Sequence[str], out: Path) -> Mark
                 number_cell(sum(run.overhead_s.values()), "{:.1f}"),
                 number_cell(run.figure("peak_bytes"), "{:.1f}", 2.0**-20),
                 Cell("no meter") if energy is None else number_cell(energy, "{:.0f}"),
-                number_cell(flops, "{:.4g}", 1e-9),
+                number_cell(flops, "{:.0f}" if flops is not None and flops >= 1e12 else "{:.4g}", 1e-9),
                 number_cell(seed, "{:.0f}"),
                 Cell(str(len(run.epochs)), float(len(run.epochs))),
             )
