@@ -12,58 +12,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 from elastictrainer.budget import format_seconds
 from elastictrainer.report.charts import Point, Reference, Series, chart
-from elastictrainer.report.markup import Markup
-from elastictrainer.report.page import legend
-from elastictrainer.report.plots import standalone_svg
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, read_csv
+from common import RESULTS
+from page_parts import Row, absent, markdown, number, percent, picture, tables, where
+from paper_page import comparison
 
 PAGES = Path(__file__).parents[1] / "docs" / "results"
 MADE = "<!-- Made by `make results` from benchmarks/results; edit benchmarks/pages.py. -->\n"
-Row = Mapping[str, str]
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
-def tables(pattern: str, folder: Path) -> dict[str, list[dict[str, str]]]:
-    """The kept tables of a suite, by name."""
-    return {path.name: rows for path in sorted(folder.glob(pattern)) if (rows := read_csv(path))}
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    right = ["---"] + ["---:"] * (len(columns) - 1)
-    lines = [columns, right, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def where(rows: Sequence[Row], source: str) -> str:
-    """What the figures depend on, below a table."""
-
-    def all_of(key: str) -> str:
-        return ", ".join(dict.fromkeys(row[key] for row in rows if row.get(key))) or "unknown"
-
-    said = f"Device: {all_of('device')}; threads: {all_of('threads')}; torch {all_of('torch')}; "
-    return f"{said}seed {all_of('seed')}; commit {all_of('commit')}. Table: `benchmarks/results/{source}`.\n"
-
-
-def absent(what: str, command: str) -> str:
-    return f"*{what} has not been measured yet. This measures it:*\n\n```\n{command}\n```\n"
-
-
-def percent(text: str | None, digits: int = 1) -> str:
-    return f"{100 * float(text):.{digits}f}%" if text else "–"
-
-
-def number(text: str | None, form: str = ".3g") -> str:
-    return f"{float(text):{form}}" if text else "–"
 
 
 # -- the time model --------------------------------------------------------------------------------------------------
@@ -121,10 +83,6 @@ def scatter(rows: Sequence[Row]) -> str:
         ),
         series,
     )  # fmt: skip
-
-
-def picture(title: str, draw: Callable[[float], Markup], series: Sequence[Series] = ()) -> str:
-    return standalone_svg(title, draw(760.0), legend(series) if len(series) > 1 else "")
 
 
 def costs(profile_file: Path) -> str:
@@ -195,147 +153,6 @@ def resolution(folder: Path, pages: dict[str, str]) -> str:
         text += markdown(
             ("model", "budget", "cells", "of the finest", "ms"),
             ((r["model"], r["budget"], r["cells"], percent(r["of_best"], 2), number(r["ms"])) for r in rows),
-        )
-        text += "\n" + where(rows, name) + "\n"
-    return text
-
-
-# -- the comparison --------------------------------------------------------------------------------------------------
-
-CLAIMS = """
-## What the paper compared with, and what this page adds
-
-The paper (Huang, Yang, Gao, *ElasticTrainer*, MobiSys 2023) compares elastic training with full training, with the head
-alone, with norms and biases, and with PruneTrain. It left out three controls that cost the same seconds and that decide
-whether choosing tensors is worth anything: full training for **fewer epochs**, a **fixed suffix** and **random
-importance**. They are rows below. Two more things make its figures and these differ:
-
-- At the paper's learning rate the head alone is under-trained. Here every method has its best rate of one grid, chosen
-  on validation images.
-- The paper's MobileNetV2 was trained in full for twice the epochs of the others. Here all epochs are equal.
-"""
-
-
-def comparison(folder: Path, pages: dict[str, str]) -> str:
-    text = "# Elastic training, compared\n" + CLAIMS + "\n"
-    found = {n: made for grid in ("half", "rest", "run") for n, made in tables(f"paper_{grid}_*.csv", folder).items()}
-    finals = [row | {"source": name} for name, made in found.items() for row in made if row["stage"] == "final"]
-    # A method that several grids hold counts once for each seed.
-    rows = list({(*workload(r), r["method"], r["seed"]): r for r in reversed(finals)}.values())[::-1]
-    if not rows:
-        text += absent("The comparison", "python benchmarks/paper.py --device cuda --weights ../shared/weights")
-        return text + "\n" + similarity(folder)
-    rows.sort(key=workload)
-    for place, ((model, data, device), cells) in enumerate(groupby(rows, key=workload)):
-        here = list(cells)
-        text += f"\n## {model.rpartition('/')[2]} on {Path(data).name}\n\n"
-        groups: dict[str, list[dict[str, str]]] = {}
-        for row in here:
-            groups.setdefault(row["method"], []).append(row)
-        whole = statistics.mean(float(r["train_s"]) for r in groups["full"]) if "full" in groups else None
-        lines = sorted(
-            (table_row(method, made, whole) for method, made in groups.items()), key=lambda line: line[0], reverse=True
-        )
-        columns = (
-            "method",
-            "test accuracy",
-            "seeds",
-            "of full's seconds",
-            "steps' ratio",
-            "deciding",
-            "peak MiB",
-            "lr",
-        )
-        text += markdown(columns, (line for _, line in lines)) + "\n"
-        text += verdict(groups, whole)
-        name = f"frontier-{place + 1}.svg"
-        pages[name] = frontier(groups)
-        text += f"![Accuracy against seconds of training]({name})\n\n"
-        text += where(here, ", ".join(dict.fromkeys(r["source"] for r in here))) + f"\nMeasured on {device}.\n"
-    return text + "\n" + similarity(folder)
-
-
-def workload(row: Row) -> tuple[str, str, str]:
-    return row["model"], row["data"], row["device"]
-
-
-def table_row(method: str, made: Sequence[Row], whole: float | None) -> tuple[float, tuple[str, ...]]:
-    scores = [float(r["accuracy"]) for r in made if r["accuracy"]]
-    seconds = statistics.mean(float(r["train_s"]) for r in made)
-    spread = f" ± {100 * statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
-    parts = [f"{part}_s" for part in ("profile", "probe", "select", "apply", "forward")]
-    deciding = statistics.mean(sum(float(r[part] or 0) for part in parts) / float(r["train_s"]) for r in made)
-    ratios = [float(r["measured_ratio"]) for r in made if r["measured_ratio"]]
-    peaks = [float(r["peak_bytes"]) for r in made if r["peak_bytes"]]
-    mean = statistics.mean(scores) if scores else 0.0
-    return mean, (
-        method,
-        f"{100 * mean:.1f}{spread}" if scores else "–",
-        str(len(made)),
-        f"{seconds / whole:.2f}" if whole else "–",
-        f"{statistics.mean(ratios):.3f}" if ratios else "–",
-        f"{deciding:.1%}",
-        f"{statistics.mean(peaks) / 2**20:.0f}" if peaks else "–",
-        ", ".join(dict.fromkeys(f"{float(r['lr']):g}" for r in made)),
-    )
-
-
-def verdict(groups: Mapping[str, Sequence[Row]], whole: float | None) -> str:
-    """In words, from the rows alone: does choosing tensors beat the controls at half the time?"""
-    mean = {m: statistics.mean(float(r["accuracy"]) for r in made) for m, made in groups.items() if made[0]["accuracy"]}
-    elastic = mean.get("elastic 0.5x")
-    controls = {m: mean[m] for m in ("full shorter 0.5x", "suffix 0.5x", "random 0.5x") if m in mean}
-    if elastic is None or not controls:
-        return ""
-    said = [
-        f"{100 * abs(elastic - value):.1f} points {'above' if elastic >= value else 'below'} {m} ({100 * value:.1f}%)"
-        for m, value in controls.items()
-    ]
-    seeds = min(len(groups[m]) for m in ("elastic 0.5x", *controls))
-    caution = "" if seeds > 2 else f" With {seeds} seed{'s' if seeds > 1 else ''} that may be chance."
-    return f"Elastic training at 0.5x reached {100 * elastic:.1f}%: {', '.join(said)}.{caution}\n\n"
-
-
-def frontier(groups: Mapping[str, Sequence[Row]]) -> str:
-    families: dict[str, list[Point]] = {}
-    for method, made in groups.items():
-        scores = [float(r["accuracy"]) for r in made if r["accuracy"]]
-        if scores:
-            family = " ".join(word for word in method.split() if not word.endswith("x") or not word[0].isdigit())
-            family = "full" if family == "full shorter" else family
-            seconds = statistics.mean(float(r["train_s"]) for r in made)
-            families.setdefault(family, []).append(
-                Point(seconds, statistics.mean(scores), method, marked=True, low=min(scores), high=max(scores))
-            )
-    series = [
-        Series(family, tuple(sorted(points, key=lambda p: p.x)), colour)
-        for colour, (family, points) in enumerate(families.items())
-    ]
-    return picture(
-        "Test accuracy against seconds of training",
-        lambda width: chart(
-            series, width=width, height=360, label="Accuracy against seconds", x_title="seconds of training",
-            y_title="test accuracy", x_format=lambda v: f"{v:g}", y_format=lambda v: f"{100 * v:.0f}%", least_span=0.04,
-        ),
-        series,
-    )  # fmt: skip
-
-
-def similarity(folder: Path) -> str:
-    """ElasticTrainer, Fig. 7."""
-    text = (
-        "## How long importance lasts, and how many batches it takes\n\nCosine similarity of the scores of all tensors:"
-        " between plans that lie some epochs apart, and of a\nprobe on few batches to one on many others"
-        " (ElasticTrainer, Fig. 7).\n\n"
-    )
-    found = tables("paper_similarity_*.csv", folder)
-    if not found:
-        return text + absent("Similarity", "python benchmarks/paper.py --suites similarity --device cuda")
-    for name, rows in found.items():
-        columns = ("model", "data", "what", "count", "cosine, mean", "least", "pairs")
-        text += markdown(
-            columns,
-            ((*(r[key] for key in columns[:4]), number(r["cosine"]), number(r["least"]), r["pairs"]) for r in rows),
         )
         text += "\n" + where(rows, name) + "\n"
     return text

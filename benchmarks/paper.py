@@ -245,7 +245,7 @@ def tiny(args: argparse.Namespace) -> None:
 
     digits = load_digits()
     args.data, args.sets, args.models, args.weights = args.runs / "data", "digits", "resnet18", None
-    for split, (start, end) in {"train": (0, 20), "val": (20, 24), "test": (24, 28)}.items():
+    for split, (start, end) in {"train": (0, 120), "val": (120, 130), "test": (130, 140)}.items():
         for label in range(3):
             folder = args.data / "digits" / split / str(label)
             folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import signal
@@ -143,6 +144,46 @@ def test_wrong_use_is_one_line_with_everything_in_it(tmp_path: Path, capsys: Any
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_every_method_starts_at_the_same_weights_and_sees_the_same_images(
+    images: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Whatever a policy draws by lot or looks at besides, of a seed all methods have the same batches in one order."""
+    pytest.importorskip("torch_pruning", reason="the extra prunetrain is not installed")
+    from elastictrainer.runtime import run as running
+
+    seen: dict[str, list[str]] = {}
+    method = ""
+    begin, count = running.Run.begin_epoch, running.Run.count_flops
+
+    def watch_begin(self: Any) -> None:
+        if self.record.step == 0:
+            weights = b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+            seen[method] = [hashlib.sha256(weights).hexdigest()]
+        begin(self)
+
+    def watch_batches(self: Any, batch: Any) -> None:
+        seen[method].append(hashlib.sha256(batch[0].numpy().tobytes()).hexdigest())
+        count(self, batch)
+
+    monkeypatch.setattr(running.Run, "begin_epoch", watch_begin)
+    monkeypatch.setattr(running.Run, "count_flops", watch_batches)
+    made = Grid.of(
+        models=["torchvision/resnet18"], data=[str(images)], epochs=2, rates=[0.01], budgets=["0.6x"],
+        policies=["full", "suffix", "random", "elastic", "prunetrain"], importances=["elastic", "magnitude"],
+    )  # fmt: skip
+    shared = [
+        "--image-size", "32", "--batch-size", "4", "--bn", "track", "--device", "cpu", "--threads", "1",
+        "--probe-batches", "2",
+    ]  # fmt: skip
+    for cell in made.finals(made.workloads[0], dict.fromkeys(made.methods, 0.01)):
+        method = cell.method.name
+        assert cli.main(["train", *made.under(tmp_path, cell).arguments(), *shared]) == 0
+    assert len(seen) == 6
+    assert len(seen["full"]) == 1 + 2 * 6
+    assert all(each == seen["full"] for each in seen.values())
+
+
 # -- without training: folders as cells leave them -------------------------------------------------------------------
 
 
@@ -206,7 +247,10 @@ def test_a_best_rate_at_the_edge_of_the_grid_is_remarked_and_none_at_all_is_a_fa
     rates = run._rates(made.workloads[0])
     run._judge(made.workloads[0], rates, remarks)
     assert {method.policy: rate for method, rate in rates.items()} == {"full": 0.1}
-    assert "the largest of the grid" in remarks[0]
+    assert remarks == [
+        f"{made.workloads[0].name}: at the largest lr of the grid, 0.1, these did best: full. "
+        "A wider grid might do them more justice."
+    ]
     assert list(run.failed.values()) == ["no learning rate of the grid could be trained with"]
 
 
@@ -261,3 +305,40 @@ def test_a_folder_of_another_comparison_is_refused_with_all_that_differs(tmp_pat
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match="nothing is overwritten"):
         Comparison(made, tmp_path / "mine", shared={}, asked={})
+
+
+def leave_config(out: Path, cell: Cell) -> None:
+    """How a cell was asked for, as `train` keeps it."""
+    asked = {"model": cell.workload.model, "data": cell.workload.data, "weights": cell.workload.weights}
+    (out / cell.folder / "config.yaml").write_text(yaml.safe_dump({"command": asked}))
+
+
+def test_finished_cells_are_never_taken_for_those_of_other_images_or_weights(tmp_path: Path) -> None:
+    """Two folders of one name in another order, or other weights: the same cells' folders would be found finished."""
+    first, second = tmp_path / "a" / "birds", tmp_path / "b" / "birds"
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+    made = grid(data=[str(first), str(second)], rates=[0.1])
+    comparison(tmp_path, made)
+    for workload in made.workloads:
+        cell = made.finals(workload, dict.fromkeys(made.methods, 0.1))[0]
+        leave(tmp_path / "out", cell, val=0.5)
+        leave_config(tmp_path / "out", cell)
+    third = tmp_path / "c" / "birds"
+    third.mkdir(parents=True)
+    comparison(tmp_path, grid(data=[f"{first}/", str(second), str(third)], rates=[0.1]), resume=True)  # it may grow
+    with pytest.raises(CheckpointError, match="would now hold"):
+        comparison(tmp_path, grid(data=[str(second), str(first)], rates=[0.1]), resume=True)
+    first.rename(tmp_path / "a" / "moved")
+    (tmp_path / "d" / "birds").mkdir(parents=True)
+    comparison(tmp_path, grid(data=[str(tmp_path / "d" / "birds"), str(second)], rates=[0.1]), resume=True)  # it moved
+    (tmp_path / "a" / "moved").rename(first)
+    with pytest.raises(CheckpointError, match=r"weights other\.pth"):
+        comparison(tmp_path, grid(data=[str(first)], weights=["other.pth"], rates=[0.1]), resume=True)
+
+
+def test_seconds_of_cells_that_ran_beside_others_are_never_passed_off_as_undisturbed(tmp_path: Path) -> None:
+    made = grid(rates=[0.1], seeds=[0])
+    comparison(tmp_path, made, jobs=4)
+    for again in (comparison(tmp_path, made, resume=True), comparison(tmp_path, made, resume=True, jobs=2)):
+        assert again.most_jobs == 4

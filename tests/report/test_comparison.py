@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,7 +12,8 @@ import pytest
 
 from elastictrainer.errors import CheckpointError, ConfigError
 from elastictrainer.report import write_comparison, write_plots
-from elastictrainer.report.comparison_figures import accuracy_levels
+from elastictrainer.report.charts import Point, Reference, Series, chart
+from elastictrainer.report.comparison_figures import accuracy_curves, accuracy_levels, frontier
 from elastictrainer.report.groups import Group, group_runs
 from elastictrainer.report.reading import read_run
 
@@ -98,3 +100,59 @@ def test_every_figure_becomes_a_drawing_with_its_legend(runs: list[Path], tmp_pa
     drawn = {path.stem: ElementTree.parse(path).getroot() for path in write_plots(page, tmp_path / "figures")}
     words = {e.text for e in drawn["accuracy"].iter("{http://www.w3.org/2000/svg}text")}
     assert {"Accuracy against seconds", "full, 4 epochs", "elastic 0.6x"} <= words
+
+
+def test_the_error_band_ends_where_the_axes_end() -> None:
+    """A profile that is unsure of itself has a band far wider than the figure."""
+    points = tuple(Point(x, x * 1.01, "") for x in (35.0, 40.0, 45.0))
+    for band in (0.01, 0.35, 3.0):
+        drawing = chart(
+            [Series("plans", points, line=False)], width=500, height=250, label="", x_title="", y_title="",
+            x_format=str, y_format=str, x_zero=False, references=(Reference("", slope=1.0, band=band),),
+        )  # fmt: skip
+        root = ElementTree.fromstring(drawing)
+        (path,) = [e.attrib["d"] for e in root.iter("path") if e.get("class") == "band"]
+        corners = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", path.rstrip("Z"))[1:]]
+        assert all(0 <= x <= 500 and 0 <= y <= 250 - 38 for x, y in corners)
+        (line,) = [e.attrib for e in root.iter("line") if e.get("class") == "reference"]
+        assert all(0 <= float(line[key]) <= 250 - 38 for key in ("y1", "y2"))
+
+
+def test_options_that_differ_are_named_to_the_last_part_with_who_has_them(runs: list[Path], tmp_path: Path) -> None:
+    page = write_comparison(runs, tmp_path / "c.html").read_text()
+    fold = page[page.index('id="differences"') :]
+    rows = re.findall(r"<tr>(.*?)</tr>", fold[: fold.index("</table>")], re.DOTALL)
+    cells = [re.findall(r'data-value="(.*?)"', row) for row in rows[1:]]
+    short = next(cell for cell in cells if cell[:2] == ["epochs", "2"])
+    assert short[2:] == ["1.0", "full-short"]
+    assert sum(float(cell[2]) for cell in cells if cell[0] == "epochs") == len(runs)
+
+
+def test_a_method_has_one_colour_in_all_figures(groups: list[Group]) -> None:
+    here = [group for group in groups if group.model == "torchvision/resnet50"]
+    shown = {}
+    for drawn in (accuracy_curves(here, "a"), frontier(here, "f")):
+        for style, name in re.findall(r'<li><i class="(.*?)"></i>(.*?)</li>', drawn):
+            shown.setdefault(name.split(",")[0].split(" 0.")[0], []).append(style)
+    assert len(set(shown["head"])) == len(set(shown["random"])) == len(set(shown["elastic magnitude"])) == 1
+
+
+def test_folders_of_images_are_headed_by_their_last_part_where_that_is_enough(tmp_path: Path) -> None:
+    def folder(name: str, data: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"model: torchvision/resnet18\ndata: {data}\npolicy: full\n")
+        (tmp_path / name / "metrics.jsonl").write_text('{"epoch": 1, "train_s": 2.0, "val_accuracy": 0.5}\n')
+        return tmp_path / name
+
+    def headings(*runs: Path) -> list[str]:
+        page = write_comparison(runs, tmp_path / "c.html").read_text()
+        return re.findall(r"<h1>(.*?)</h1>", page) + re.findall(r'<h2 class="workload">(.*?)</h2>', page)
+
+    birds, other, pets = folder("r1", "/home/a/birds/"), folder("r2", "/home/b/birds"), folder("r3", "/home/a/pets")
+    assert headings(birds) == ["torchvision/resnet18 on birds"]
+    assert headings(birds, pets)[1:] == ["torchvision/resnet18 on birds", "torchvision/resnet18 on pets"]
+    assert headings(birds, other)[1:] == [
+        "torchvision/resnet18 on /home/a/birds/",
+        "torchvision/resnet18 on /home/b/birds",
+    ]
+    assert headings(folder("r4", "builtin")) == ["torchvision/resnet18 on builtin"]

@@ -17,7 +17,7 @@ COMPARISON_FIGURES = {
     "accuracy-2", "frontier-2", "memory-2", "by-model-1",
 }  # fmt: skip
 
-# Of every figure: the drawing that is shown, its marks (not its axes and words) that take up room, and text cut off.
+# Of every figure: the drawing that is shown, its marks (not its axes and words) that take up room, and what is cut off.
 DRAWN = """
 [...document.querySelectorAll("figure")].map((figure) => {
   const shown = [...figure.querySelectorAll("svg")].filter((svg) => svg.getBoundingClientRect().width > 0);
@@ -27,7 +27,11 @@ DRAWN = """
     const t = text.getBoundingClientRect(), f = figure.getBoundingClientRect();
     return t.left < f.left - 1 || t.right > f.right + 1;
   })).map((text) => text.textContent);
-  return { id: figure.id, drawings: shown.length, marks: visible.length, outside };
+  const beyond = shown.flatMap((svg) => [...svg.querySelectorAll("path.band, .reference")].filter((mark) => {
+    const m = mark.getBoundingClientRect(), s = svg.getBoundingClientRect();
+    return m.left < s.left - 1 || m.right > s.right + 1 || m.top < s.top - 1 || m.bottom > s.bottom + 1;
+  })).map((mark) => mark.outerHTML);
+  return { id: figure.id, drawings: shown.length, marks: visible.length, outside: outside.concat(beyond) };
 })
 """
 
@@ -50,7 +54,7 @@ def check(browser: Browser, figures: set[str]) -> None:
             continue  # where no meter is, the page says so
         assert figure["drawings"] == 1, f"{name}: {figure['drawings']} drawings are shown"
         assert figure["marks"] > 0, f"{name} is empty"
-        assert not figure["outside"], f"{name}: words outside the figure: {figure['outside']}"
+        assert not figure["outside"], f"{name}: outside the figure: {figure['outside']}"
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
     assert browser.errors == []
     assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
@@ -84,8 +88,11 @@ def test_on_paper_everything_is_there(browser: Browser, run_page: Path, comparis
         assert browser.evaluate(hidden)
         # What is folded on a screen is open on paper, and closed again afterwards.
         folded = "[...document.querySelectorAll('details')].map((d) => d.open)"
+        browser.size(690, 1000)  # A4 within its margins
         browser.evaluate("dispatchEvent(new Event('beforeprint'))")
         assert all(browser.evaluate(folded))
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "cut off at the paper's edge"
+        browser.size(1280, 900)
         browser.evaluate("dispatchEvent(new Event('afterprint'))")
         assert not any(browser.evaluate(folded))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +220,11 @@ def test_the_lasso_is_what_autograd_would_compute() -> None:
 def run(out: Path | None, *, resume: bool = False, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
     net = network()
     silence(net)
+    loader = options.pop("loader", None) or images()
     result = fit(
-        net, make_optimizer("sgd", net.parameters(), lr=0.01), loss_fn, images(), epochs=4, policy="prunetrain",
-        interval=2, out=out, resume=resume, deterministic=True, progress=False, scheduler=None, seed=seed, **options,
+        net, make_optimizer("sgd", net.parameters(), lr=0.01), loss_fn, loader, epochs=4, policy="prunetrain",
+        interval=options.pop("interval", 2), out=out, resume=resume, deterministic=True, progress=False,
+        scheduler=None, seed=seed, **options,
     )  # fmt: skip
     return net, result
 
@@ -259,6 +262,23 @@ def test_a_run_shrinks_at_its_interval_and_says_so(quiet: None, tmp_path: Path) 
     torch.testing.assert_close(fresh.eval()(inputs), net.eval()(inputs))
 
 
+def test_the_lasso_alone_drives_channels_out(tmp_path: Path) -> None:
+    """Nothing is silenced by hand: from the published strength on, at a rate large enough for a short run."""
+    net = network()
+    before = sum(p.numel() for p in net.parameters())
+    result = fit(
+        net, make_optimizer("sgd", net.parameters(), lr=0.1), loss_fn, images(8), epochs=60, policy="prunetrain",
+        interval=5, bn="track", deterministic=True, progress=False, out=tmp_path / "run",
+    )  # fmt: skip
+    assert "rebuilt" in [plan["reason"] for plan in result.plans]
+    assert sum(p.numel() for p in net.parameters()) < before
+    kept = max((tmp_path / "run" / "checkpoint").glob("save-*"))
+    flops = json.loads((kept / "state.json").read_text())["state"]["record"]["flops_by_plan"]
+    counted = [flops[plan["id"]] for plan in result.plans]
+    assert counted == sorted(counted, reverse=True)
+    assert counted[-1] < counted[0]
+
+
 def test_the_best_weights_may_be_of_the_network_before_it_shrank(quiet: None, tmp_path: Path) -> None:
     worse = iter([0.9, 0.8, 0.7, 0.6, 0.5])
     out = tmp_path / "run"
@@ -294,6 +314,48 @@ def test_killed_before_and_after_the_network_has_shrunk(quiet: None, tmp_path: P
         # A finished run gives its smaller network again.
         again, _ = run(out, resume=True)
         assert torch.equal(next(again.parameters()), next(net.parameters()))
+
+
+class Interrupting(list[Any]):
+    """Batches of which one, counted over all epochs, comes with a Ctrl-C."""
+
+    def __init__(self, batches: list[Any], at: int) -> None:
+        super().__init__(batches)
+        self.left = at
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+
+def test_stopped_within_an_epoch_around_a_rebuilding(quiet: None, tmp_path: Path) -> None:
+    """At steps that are no epoch's end: the step before a rebuilding, the one after it, and later ones."""
+    whole, _ = run(tmp_path / "whole", interval="4steps")
+    assert whole.stem.out_channels == 7
+    for at in (3, 4, 5, 11):
+        out = tmp_path / f"stopped-{at}"
+        with pytest.raises(KeyboardInterrupt):
+            run(out, interval="4steps", loader=Interrupting(images(), at))
+        net, result = run(out, resume=True, interval="4steps")
+        assert (result.restarts, result.steps) == (1, 24)
+        for (name, tensor), other in zip(net.state_dict().items(), whole.state_dict().values()):
+            assert torch.equal(tensor, other), f"{name}, stopped at batch {at}"
+
+
+def test_gradients_that_are_being_accumulated_outlive_a_rebuilding() -> None:
+    net = network()
+    loss_fn(net, images()[0]).backward()
+    silence(net)
+    before = {name: p.grad.clone() for name, p in net.named_parameters()}
+    method = pruner(net)
+    method.rebuild(loss_fn, images()[0])
+    kept = {"inner": torch.tensor([1, 2, 5, 6, 8, 9, 10]), "residual": torch.tensor([0, 1, 3, 4, 5, 6, 7])}
+    assert torch.equal(net.inner.weight.grad, before["inner.weight"][kept["inner"]][:, kept["residual"]])
+    assert torch.equal(net.head.bias.grad, before["head.bias"])
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in net.parameters())
 
 
 def test_networks_that_it_is_not_for_are_refused(tmp_path: Path) -> None:

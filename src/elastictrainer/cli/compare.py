@@ -147,7 +147,7 @@ def _split(values: list[str]) -> list[str]:
 def _show(screen: Output, outcome: Outcome, where: Path) -> None:
     from elastictrainer.compare.table import row
 
-    rows = [row(cell) for cell in outcome.finals]
+    rows = [row(cell, jobs=outcome.jobs) for cell in outcome.finals]
     lines = []
     key = lambda made: (made["model"], made["data"], made["method"])  # noqa: E731
     for (_, _, method), group in groupby(sorted(rows, key=key), key=key):

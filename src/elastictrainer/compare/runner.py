@@ -43,13 +43,17 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a comparison: the finished final cells, what failed and why, remarks, and where it all is."""
+    """What came of a comparison: the finished final cells, what failed and why, remarks, and where it all is.
+
+    `jobs`: the most cells that ever ran at a time. Above 1, seconds and memory mean nothing.
+    """
 
     finals: tuple[Cell, ...]
     failed: dict[str, str]
     remarks: tuple[str, ...]
     csv: Path
     report: Path | None
+    jobs: int
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class Comparison:
         board: Board | None = None,
     ) -> None:
         self.grid, self.out, self.jobs = grid, out, jobs
+        self.most_jobs = jobs  # at any time of this comparison, however often it was continued
         self.failed: dict[str, str] = {}
         self._open(dict(shared), dict(asked), resume)
         self.progress = Progress(grid, out)
@@ -98,6 +103,8 @@ class Comparison:
         Costs, besides the cells themselves, the start of a process for each: some seconds.
         """
         remarks: list[str] = []
+        if self.most_jobs > 1:
+            remarks.append(f"Up to {self.most_jobs} cells ran at a time: accuracies count, seconds and memory do not.")
         for workload in self.grid.workloads:
             self._run([self.grid.under(self.out, cell) for cell in self.grid.trials(workload)])
             rates = self._rates(workload)
@@ -113,10 +120,15 @@ class Comparison:
         try:
             if kept.exists():
                 before = yaml.safe_load(kept.read_text(encoding="utf-8"))
-                self._check_same(before if isinstance(before, dict) else {}, asked, resume)
+                before = before if isinstance(before, dict) else {}
+                self._check_same(before, asked, resume)
+                self._check_workloads()
+                self.most_jobs = max(self.jobs, int(before.get("jobs") or 1))
             elif self.out.exists() and any(self.out.iterdir()) and not resume:
                 raise CheckpointError(f"{self.out} is not empty and nothing is overwritten; choose another folder")
             (self.out / "logs").mkdir(parents=True, exist_ok=True)
+            if self.most_jobs > 1:
+                asked["jobs"] = self.most_jobs
             write_atomically(kept, yaml.safe_dump(asked, sort_keys=False, allow_unicode=True))
             write_atomically(self.out / "train.yaml", yaml.safe_dump(shared, sort_keys=False, allow_unicode=True))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -129,12 +141,28 @@ class Comparison:
         differ = [
             f"{key} was {before.get(key)!r}, now {asked.get(key)!r}"
             for key in dict.fromkeys((*before, *asked))
-            if key not in _GROWS and before.get(key) != asked.get(key)
+            if key not in (*_GROWS, "jobs") and before.get(key) != asked.get(key)
         ]
         if differ:
             raise CheckpointError(
                 f"{self.out} holds another comparison: {'; '.join(differ)}; ask for the same, or choose another folder"
             )
+
+    def _check_workloads(self) -> None:
+        """That every workload's folder holds this workload: other weights, or names in another order, would else make
+        one's finished cells another's."""
+        for workload in self.grid.workloads:
+            place = self.grid.cell(workload, self.grid.methods[0], self.grid.rates[0], 0, stage="final").folder.parent
+            config = next(iter(sorted((self.out / place).glob("*/config.yaml"))), None)
+            if config is None:
+                continue
+            told = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("command") or {}
+            held = Workload(str(told.get("model")), str(told.get("data")), told.get("weights"))
+            if told and not _same(held, workload):
+                raise CheckpointError(
+                    f"{self.out / place} holds {_told(held)}, and would now hold {_told(workload)}; give models, data "
+                    "and weights as they were, new ones after them, or choose another folder"
+                )
 
     # -- cells -------------------------------------------------------------------------------------------------------
 
@@ -226,12 +254,13 @@ class Comparison:
         for method in self.grid.methods:
             if method not in rates:
                 self.failed[f"{workload.name}: {method.name}"] = "no learning rate of the grid could be trained with"
-            elif self.grid.tunes and rates[method] in (min(self.grid.rates), max(self.grid.rates)):
-                end = "largest" if rates[method] == max(self.grid.rates) else "smallest"
-                remarks.append(
-                    f"{workload.name}: {method.name} did best at lr {rates[method]:g}, the {end} of the grid: "
-                    "a wider grid might do it more justice."
-                )
+        if self.grid.tunes:
+            for end, rate in (("smallest", min(self.grid.rates)), ("largest", max(self.grid.rates))):
+                if at_it := [method.name for method in self.grid.methods if rates.get(method) == rate]:
+                    remarks.append(
+                        f"{workload.name}: at the {end} lr of the grid, {rate:g}, these did best: {', '.join(at_it)}. "
+                        "A wider grid might do them more justice."
+                    )
 
     # -- what is left behind -----------------------------------------------------------------------------------------
 
@@ -246,7 +275,7 @@ class Comparison:
 
     def _write(self, remarks: Sequence[str]) -> Path | None:
         done = self._finished()
-        write_table(self.out / "results.csv", done)
+        write_table(self.out / "results.csv", done, jobs=self.most_jobs)
         finals = [cell.folder for cell in done if cell.stage == "final"]
         if not finals:
             return None
@@ -255,7 +284,8 @@ class Comparison:
 
     def _outcome(self, remarks: Sequence[str]) -> Outcome:
         finals = tuple(cell for cell in self._finished() if cell.stage == "final")
-        return Outcome(finals, dict(self.failed), tuple(remarks), self.out / "results.csv", self._write(remarks))
+        report = self._write(remarks)
+        return Outcome(finals, dict(self.failed), tuple(remarks), self.out / "results.csv", report, self.most_jobs)
 
 
 def result(cell: Cell) -> dict[str, Any] | None:
@@ -267,6 +297,27 @@ def result(cell: Cell) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{cell.folder / 'result.json'} cannot be read: {reason(error)}") from error
     return document
+
+
+def _same(held: Workload, now: Workload) -> bool:
+    return held.model == now.model and _same_place(held.data, now.data) and _same_place(held.weights, now.weights)
+
+
+def _same_place(held: str | None, now: str | None) -> bool:
+    """Whether two names are of one file or folder: one place in two spellings, or moved and with its old place gone."""
+    if held == now:
+        return True
+    if held is None or now is None:
+        return False
+    before, after = Path(held).expanduser(), Path(now).expanduser()
+    if before.exists():
+        return after.exists() and before.resolve() == after.resolve()
+    return before.name == after.name and len(before.parts) > 1
+
+
+def _told(workload: Workload) -> str:
+    weights = f", weights {workload.weights}" if workload.weights else ""
+    return f"{workload.model} on {workload.data}{weights}"
 
 
 def _stop(running: Sequence[_Running]) -> None:

@@ -20,16 +20,21 @@ _FIGURES = (
     "steps", "best_epoch", "train_s", "eval_s", "full_step_s", "step_s", "predicted_ratio", "measured_ratio",
     "peak_bytes", "deciding_peak_bytes", "flops", "energy_j", "energy_meter", "restarts",
 )  # fmt: skip
+_DECIDING = ("profile", "probe", "select", "apply", "forward", "features", "flops")
 _ENVIRONMENT = ("device", "threads", "torch", "python", "elastictrainer", "platform", "commit")
 COLUMNS = (
     "model", "weights", "data", "stage", "method", "policy", "importance", "budget", "lr", "seed", "epochs",
     "batch_size", "accuracy", "accuracy_of", "val_accuracy", "per_epoch_s", "per_epoch_val_accuracy", *_FIGURES,
-    "profile_s", "probe_s", "select_s", "apply_s", "forward_s", *_ENVIRONMENT, "folder",
+    *(f"{part}_s" for part in _DECIDING), "jobs", *_ENVIRONMENT,
+    "folder",
 )  # fmt: skip
 
 
-def row(cell: Cell) -> dict[str, Any]:
-    """The figures of a finished cell. A trial has no accuracy on test images: rates are chosen without them."""
+def row(cell: Cell, *, jobs: int = 1) -> dict[str, Any]:
+    """The figures of a finished cell; with `jobs` above 1 its seconds and memory mean nothing.
+
+    A trial has no accuracy on test images: rates are chosen without them.
+    """
     made = json.loads((cell.folder / "result.json").read_text(encoding="utf-8"))
     config = yaml.safe_load((cell.folder / "config.yaml").read_text(encoding="utf-8"))
     epochs = [json.loads(line) for line in (cell.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -54,7 +59,8 @@ def row(cell: Cell) -> dict[str, Any]:
         "per_epoch_s": " ".join(f"{line['train_s']:.6g}" for line in epochs),
         "per_epoch_val_accuracy": " ".join(_shown(line.get("val_accuracy")) for line in epochs),
         **{figure: made.get(figure) for figure in _FIGURES},
-        **{f"{part}_s": overhead.get(part) for part in ("profile", "probe", "select", "apply", "forward")},
+        **{f"{part}_s": overhead.get(part) for part in _DECIDING},
+        "jobs": jobs,
         **{fact: (config.get("environment") or {}).get(fact) for fact in _ENVIRONMENT},
         "folder": str(cell.folder),
     }
@@ -65,10 +71,10 @@ def _shown(accuracy: float | None) -> str:
     return "-" if accuracy is None else f"{accuracy:.6g}"
 
 
-def write_table(path: Path, cells: Iterable[Cell]) -> None:
+def write_table(path: Path, cells: Iterable[Cell], *, jobs: int = 1) -> None:
     """Replace the table in one moment. What was not measured is an empty field."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row(cell) for cell in cells)
+    writer.writerows(row(cell, jobs=jobs) for cell in cells)
     write_atomically(path, text.getvalue())

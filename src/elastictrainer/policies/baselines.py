@@ -100,7 +100,12 @@ def _too_small(
     )
 
 
-FULL = Policy("full", "Train everything; costs a full step whatever the budget says.", "", plan_full)
+FULL = Policy(
+    "full",
+    "Train everything, whatever the budget says; `compare` has 'shorter', too: as many epochs of it as fit the budget.",
+    "",
+    plan_full,
+)
 HEAD = Policy("head", "Train only the output layer: traditional transfer learning.", "", plan_head)
 BN_BIAS = Policy(
     "bn_bias",

@@ -150,7 +150,7 @@ def chart(
     parts.append(tag("line", x1=left, x2=width - right, y1=height - bottom, y2=height - bottom, class_="axis"))
     parts.append(tag("text", x_title, x=width - right, y=height - 5, class_="muted end"))
     for reference in references:
-        parts.append(_reference(reference, (x_low, x_high), px, py))
+        parts.append(_reference(reference, (x_low, x_high), (y_low, y_high), px, py))
     for one in series:
         parts.append(_series(one, px, py))
     return svg(*parts, width=width, height=height, label=label, class_="chart")
@@ -197,23 +197,39 @@ def _range(values: Sequence[float], *, pad: float, least: float = 0.0) -> tuple[
 
 
 def _reference(
-    reference: Reference, ends: tuple[float, float], px: Callable[[float], float], py: Callable[[float], float]
+    reference: Reference,
+    x_ends: tuple[float, float],
+    y_ends: tuple[float, float],
+    px: Callable[[float], float],
+    py: Callable[[float], float],
 ) -> Markup:
-    low, high = ends
+    low, high = x_ends
     if reference.slope is None:
         assert reference.y is not None
         line = tag("line", x1=px(low), x2=px(high), y1=py(reference.y), y2=py(reference.y), class_="reference")
         return join([line, tag("text", reference.label, x=px(high), y=py(reference.y) - 6, class_="tick end halo")])
-    slope = reference.slope
     parts = []
     if reference.band:
-        corners = [
-            (x, slope * (1 + side * reference.band) * x) for x, side in ((low, -1), (high, -1), (high, 1), (low, 1))
-        ]
+        edges = [_within(reference.slope * (1 + side * reference.band), x_ends, y_ends) for side in (-1, 1)]
+        corners = [*edges[0], *reversed(edges[1])]
         path = "M" + "L".join(f"{px(x):.1f},{py(y):.1f}" for x, y in corners) + "Z"
         parts.append(tag("path", d=path, class_="band"))
-    parts.append(tag("line", x1=px(low), x2=px(high), y1=py(slope * low), y2=py(slope * high), class_="reference"))
-    return tag("g", *parts, class_="clipped")
+    inside = [(x, y) for x, y in _within(reference.slope, x_ends, y_ends) if math.isclose(y, reference.slope * x)]
+    if len(inside) > 1:
+        (x1, y1), (x2, y2) = inside[0], inside[-1]
+        parts.append(tag("line", x1=px(x1), x2=px(x2), y1=py(y1), y2=py(y2), class_="reference"))
+    return tag("g", *parts)
+
+
+def _within(slope: float, x_ends: tuple[float, float], y_ends: tuple[float, float]) -> list[tuple[float, float]]:
+    """y = slope * x, held inside the axes: corners where it meets them, level along an edge beyond.
+
+    >>> _within(2.0, (1.0, 3.0), (0.0, 4.0))
+    [(1.0, 2.0), (2.0, 4.0), (3.0, 4.0)]
+    """
+    meets = [y / slope for y in y_ends] if slope else []
+    xs = sorted({*x_ends, *(x for x in meets if x_ends[0] < x < x_ends[1])})
+    return [(x, min(max(slope * x, y_ends[0]), y_ends[1])) for x in xs]
 
 
 def _series(series: Series, px: Callable[[float], float], py: Callable[[float], float]) -> Markup:

@@ -54,14 +54,15 @@ def comparison_page(runs: Sequence[RunRecord], out: Path, *, remarks: Sequence[s
     names = _short_names([run.folder for run in runs])
     groups = group_runs(runs, names)
     workloads = list(dict.fromkeys(group.workload for group in groups))
+    headings = _headings(groups, workloads)
     devices = dict.fromkeys(str(run.environment.get("device") or "unknown device") for run in runs)
     missing = [f"{name}: {sentence}" for name, run in zip(names, runs) for sentence in run.missing]
     sections = [
-        _workload(workload, [g for g in groups if g.workload == workload], place, alone=len(workloads) == 1)
+        _workload(headings[workload], [g for g in groups if g.workload == workload], place, alone=len(workloads) == 1)
         for place, workload in enumerate(workloads)
     ]
     return make_page(
-        workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads",
+        headings[workloads[0]] if len(workloads) == 1 else f"{len(workloads)} workloads",
         " · ".join([f"{len(runs)} runs of {len(groups)} methods compared", *devices]),
         notes("To be read with this in mind", list(remarks)),
         notes("Not everything is here", missing),
@@ -72,7 +73,13 @@ def comparison_page(runs: Sequence[RunRecord], out: Path, *, remarks: Sequence[s
     )
 
 
-def _workload(workload: str, groups: Sequence[Group], place: int, *, alone: bool) -> Markup:
+def _headings(groups: Sequence[Group], workloads: Sequence[str]) -> dict[str, str]:
+    """Of each workload: with folders by their last parts, where these tell it from the others."""
+    short = {group.workload: group.runs[0].heading for group in groups}
+    return {name: short[name] if list(short.values()).count(short[name]) == 1 else name for name in workloads}
+
+
+def _workload(heading: str, groups: Sequence[Group], place: int, *, alone: bool) -> Markup:
     """One network on one dataset. Ids are numbered from the second workload on."""
 
     def key(name: str) -> str:
@@ -90,7 +97,7 @@ def _workload(workload: str, groups: Sequence[Group], place: int, *, alone: bool
     reached = time_to_accuracy(groups, key("time-to-accuracy"))
     return tag(
         "section",
-        "" if alone else tag("h2", workload, class_="workload"),
+        "" if alone else tag("h2", heading, class_="workload"),
         tag("div", *drawn, class_="grid"),
         tag(
             "section",
@@ -134,7 +141,7 @@ def _outcome(runs: Sequence[RunRecord], names: Sequence[str], out: Path) -> Mark
                 number_cell(sum(run.overhead_s.values()), "{:.1f}"),
                 number_cell(run.figure("peak_bytes"), "{:.1f}", 2.0**-20),
                 Cell("no meter") if energy is None else number_cell(energy, "{:.0f}"),
-                number_cell(flops, "{:.4g}", 1e-9),
+                number_cell(flops, "{:.0f}" if flops is not None and flops >= 1e12 else "{:.4g}", 1e-9),
                 number_cell(seed, "{:.0f}"),
                 Cell(str(len(run.epochs)), float(len(run.epochs))),
             )
@@ -144,30 +151,51 @@ def _outcome(runs: Sequence[RunRecord], names: Sequence[str], out: Path) -> Mark
 
 
 def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> Markup:
-    """Options in which the runs differ: whoever compares them should know."""
+    """Options in which the runs differ, which whoever compares them should know: a row a value, with who has it."""
     configs = [
-        {**run.config, "device": run.environment.get("device"), "torch": run.environment.get("torch")} for run in runs
+        _flat({**run.config, "device": run.environment.get("device"), "torch": run.environment.get("torch")})
+        for run in runs
     ]
-    keys = dict.fromkeys(key for config in configs for key in config if key != "environment")
-    differ = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differ = [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]
     if not differ:
         return Markup("")
-    rows = [
-        (Cell(str(key)), *(Cell(_brief(config.get(key))) for config in configs))
-        for key in sorted(differ, key=lambda key: (key in _OUTCOME, str(key)))
-    ]
-    others = [str(key) for key in differ if key not in _OUTCOME]
+    rows = []
+    for key in sorted(differ, key=lambda key: (key in _OUTCOME, key)):
+        by_value: dict[str, list[str]] = {}
+        for name, config in zip(names, configs):
+            by_value.setdefault("–" if config.get(key) is None else str(config[key]), []).append(name)
+        for value, having in by_value.items():
+            rows.append(
+                (
+                    Cell(key),
+                    Cell(_brief(value), wraps=True),
+                    Cell(str(len(having)), float(len(having))),
+                    Cell(", ".join(having), wraps=True),
+                )
+            )
+    others = [key for key in differ if key not in _OUTCOME]
     title = f"What else differs between the runs: {', '.join(others)}" if others else "Options that differ"
-    return tag(
-        "section",
-        fold(
-            title, table("differences", ("option", *names), rows, numeric=[False] * (len(runs) + 1)), key="differences"
-        ),
-    )
+    shown = table("differences", ("option", "value", "runs", "which"), rows, numeric=[False, False, True, False])
+    return tag("section", fold(title, shown, key="differences"))
 
 
-def _brief(value: Any) -> str:
-    text = "–" if value is None else str(value)
+def _flat(config: Any, path: str = "") -> dict[str, Any]:
+    """Options by their whole names: `optimizer.groups.0.lr`, where all of `optimizer` would say too much."""
+    if isinstance(config, dict):
+        pairs = list(config.items())
+    elif isinstance(config, list) and any(isinstance(item, dict) for item in config):
+        pairs = list(enumerate(config))
+    else:  # names of classes, say: one thing, however many there are
+        return {path: config}
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if path or key not in ("environment", "command"):
+            found |= _flat(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _brief(text: str) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 

@@ -60,9 +60,10 @@ def frontier(groups: Sequence[Group], key: str) -> Markup:
             tip = f"{group.name}\n{_shown(accuracy)} ({group.runs[0].accuracy_of}) after {words.seconds(at.mean)}"
             point = Point(at.mean, accuracy.mean, tip, marked=True, low=accuracy.low, high=accuracy.high)
             families.setdefault(group.family, []).append((at.mean, point))
+    colours = _colours(groups)
     series = [
-        Series(name, tuple(point for _, point in sorted(points, key=lambda pair: pair[0])), colour)
-        for colour, (name, points) in enumerate(families.items())
+        Series(name, tuple(point for _, point in sorted(points, key=lambda pair: pair[0])), colours[name])
+        for name, points in families.items()
     ]
     draw = time_chart(
         series, label="Final accuracy and training time of each method", y_title="final accuracy",
@@ -130,10 +131,8 @@ def _by_budget(
     several = {name: points for name, points in families.items() if len({p.x for p in points}) > 1}
     if not several:
         return None
-    series = [
-        Series(name, tuple(sorted(points, key=lambda p: p.x)), colour)
-        for colour, (name, points) in enumerate(several.items())
-    ]
+    colours = _colours(groups)
+    series = [Series(name, tuple(sorted(points, key=lambda p: p.x)), colours[name]) for name, points in several.items()]
 
     def draw(width: float) -> Markup:
         # From zero: half the seconds should look like half.
@@ -149,7 +148,9 @@ def by_model(groups: Sequence[Group], key: str) -> Markup:
     """Accuracy by network, on the same data (Fig. 19)."""
     return _bars_of(
         "By model", groups, lambda g: f"{_short(g.model)} · {g.name}", key,
-        "Final accuracy, means over seeds. Colours are methods.", colour_by=lambda g: g.name,
+        "Final accuracy, means over seeds. Colours are methods.",
+        # Not by name: it says no more than tells a method from the others of its own workload.
+        colour_by=lambda g: f"{g.family} {g.budget} {g.epochs}",
     )  # fmt: skip
 
 
@@ -218,6 +219,11 @@ def _bars_of(
     ]
     draw = (lambda width: bars(rows, width=width, label=title)) if rows else None
     return figure(title, draw, caption, key=key)
+
+
+def _colours(groups: Sequence[Group]) -> dict[str, int]:
+    """Of a family that of its first method: a method is of one colour in all figures of a workload."""
+    return {group.family: place for place, group in reversed(list(enumerate(groups)))}
 
 
 def _best_val(run: RunRecord) -> float | None:

@@ -72,6 +72,12 @@ class RunRecord:
         data = self.config.get("data")
         return f"{network} on {data}" if data else str(network)
 
+    @property
+    def heading(self) -> str:
+        """The title, with a folder of images by its last part: whole paths stand among the options."""
+        data = str(self.config.get("data") or "")
+        return self.title.removesuffix(data) + (Path(data).name or data) if data else self.title
+
     def get(self, key: str) -> Any:
         """A figure of the result; of a run that has not ended, the same figure after its last epoch."""
         if self.result is not None:

@@ -38,7 +38,7 @@ def run_page(run: RunRecord) -> str:
     ended = "" if run.result is not None else f"not ended, {len(run.epochs)} epochs so far"
     about = [run.policy, f"budget {run.budget}" if run.budget else "", str(run.environment.get("device") or ""), ended]
     return make_page(
-        run.title,
+        run.heading,
         " · ".join([run.name, *filter(None, about)]),
         notes("Not everything is here", run.missing),
         _headline(run),
@@ -62,12 +62,20 @@ def _headline(run: RunRecord) -> Markup:
             (
                 "Share of full training",
                 words.ratio(run.figure("measured_ratio")),
-                f"{words.ratio(asked)} asked" if asked is not None else "no budget to keep",
+                (f"{words.ratio(asked)} asked" if asked is not None else "no budget to keep") + _with_deciding(run),
             ),
             ("Peak memory", words.size(run.figure("peak_bytes")), "measured while training"),
             ("Energy", words.joules(energy) if energy is not None else "no meter", _meter(run, energy)),
         ]
     )
+
+
+def _with_deciding(run: RunRecord) -> str:
+    """The share that is asked for is of the steps; whoever waits waits for the deciding, too."""
+    train_s, full_step_s, steps = run.figure("train_s"), run.figure("full_step_s"), run.figure("steps")
+    if not (train_s and full_step_s and steps) or run.policy == "adaptive":  # whose share is the run's already
+        return ""
+    return f"; {words.ratio(train_s / (full_step_s * steps))} with deciding"
 
 
 def _meter(run: RunRecord, energy: float | None) -> str:
@@ -210,8 +218,12 @@ def _full_bytes(run: RunRecord) -> float | None:
 
 def _overhead(run: RunRecord) -> Markup:
     parts, train_s = run.overhead_s, run.figure("train_s")
+    said = {
+        "profile": "pricing a step", "probe": "scoring tensors", "select": "choosing", "apply": "applying plans",
+        "forward": "timing this machine", "flops": "counting operations", "features": "keeping features",
+    }  # fmt: skip
     rows = [
-        Bar(part, value, words.seconds(value) + (f" ({value / train_s:.1%})" if train_s else ""))
+        Bar(said.get(part, part), value, words.seconds(value) + (f" ({value / train_s:.1%})" if train_s else ""))
         for part, value in sorted(parts.items(), key=lambda item: -item[1])
     ]
     total = sum(parts.values())

@@ -12,18 +12,22 @@ __all__ = ["Cell", "number_cell", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a cell shows, the value behind it that is sorted by and saved, and where it leads."""
+    """What a cell shows, the value behind it that is sorted by and saved, and where it leads.
+
+    `wraps`: it may take several lines, where others make the table scroll.
+    """
 
     text: str
     value: float | str | None = None
     link: str | None = None
+    wraps: bool = False
 
     def to_markup(self, *, numeric: bool) -> Markup:
         shown = self.text if self.link is None else tag("a", self.text, href=self.link)
         value = self.text if self.value is None and not numeric else "" if self.value is None else self.value
         # repr keeps every digit: what is saved is what was measured, not what was rounded for reading.
         raw = repr(value) if isinstance(value, float) else value
-        return tag("td", shown, class_="number" if numeric else None, data_value=raw)
+        return tag("td", shown, class_="number" if numeric else "wraps" if self.wraps else None, data_value=raw)
 
 
 def number_cell(value: float | None, form: str, factor: float = 1.0) -> Cell:

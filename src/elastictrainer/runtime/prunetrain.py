@@ -135,7 +135,10 @@ class PruneTrain:
         tensors = dict(self.model.state_dict())
         smaller = {name: cut(tensor, cuts.get(name, ())) for name, tensor in tensors.items()}
         by_parameter: dict[Tensor, Any] = {p: cuts[name] for name, p in self.model.named_parameters() if name in cuts}
-        follow(self.optimizer, resize(self.model, smaller), by_parameter)
+        replaced = resize(self.model, smaller)
+        follow(self.optimizer, replaced, by_parameter)
+        for old, new in replaced.items():  # of batches that are being accumulated
+            new.grad = None if old.grad is None else cut(old.grad, by_parameter.get(old, ()))
         self.model.load_state_dict(smaller)
         return gone
 
