@@ -5,7 +5,8 @@
 
 Methods: adaptive; everything for fewer epochs (`shorter`, its steps cut off at the same seconds); a fixed suffix, head
 alone, norms and biases, elastic as published and with random importance, each for as many passes as the time is for at
-its own price of a step, of which the forward pass is always paid; full training. Every cell is a
+its own price of a step, of which the forward pass is always paid; LoRA (PEFT's, rank 8, on every convolution without
+groups and every linear layer, the head in full) likewise, where peft is installed; full training. Every cell is a
 process of its own with a deadline of the same seconds: `budget * epochs * steps * full step`, the full step timed once
 for each model before anything else runs. Deciding, building of features and data loading are inside; evaluation is not.
 
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import elastictrainer as et
 
@@ -37,7 +39,7 @@ from common import RESULTS, folder_or_none, print_table, where, write_csv
 from elastic import sgd
 from workloads import images, loss_fn, network
 
-METHODS = ("adaptive", "shorter", "suffix", "head", "bn_bias", "elastic", "random")
+METHODS = ("adaptive", "shorter", "suffix", "head", "bn_bias", "elastic", "random")  # and lora, where peft is
 SHARE = 0.5  # of a full step, for methods whose steps have a budget
 CLIP = 1.0  # full training of MobileNetV2 at batch 4 diverges without it; all methods get it
 
@@ -70,7 +72,13 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     else:
         policy = {"shorter": "full", "full": "full"}.get(method, method)
         share = 1.0
-        if policy != "full":
+        if method == "lora":
+            full = et.profile(model.train(), loss_fn, next(iter(data.train)), optimizer=optimizer, effort=30)
+            model, policy = with_lora(model, loaded.head), "full"
+            optimizer = sgd(model, cell["lr"])
+            own = et.profile(model.train(), loss_fn, next(iter(data.train)), optimizer=optimizer, effort=30)
+            share, shared["profile"] = own.full_step_s / full.full_step_s, own
+        elif policy != "full":
             # As many passes as fit, at the price of this method's own step.
             profile = et.profile(model.train(), loss_fn, next(iter(data.train)), optimizer=optimizer, effort=30)
             share, shared["profile"] = SHARE, profile
@@ -96,6 +104,19 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "jobs": args.jobs,
         **where(args.device),
     }
+
+
+def with_lora(model: nn.Module, head: tuple[str, ...]) -> nn.Module:
+    """Low-rank updates beside every layer that PEFT can put them beside; the new head trains as it is."""
+    from peft import LoraConfig, get_peft_model
+
+    last = sorted({name.rpartition(".")[0] for name in head})
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and name not in last and getattr(module, "groups", 1) == 1
+    ]
+    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=layers, modules_to_save=last))
 
 
 class Part:
