@@ -170,8 +170,8 @@ def solver(folder: Path, pages: dict[str, str]) -> str:
     rows = found["solver.csv"]
     text += (
         "*of best*: importance reached over the best that is possible (by the solver's own proven bound on chains, by\n"
-        "an integer programme on real networks, or by its bound where it was stopped). *over budget*, *over memory*: by\n"
-        "how much a solver overran at the most.\n\n"
+        "an integer programme on real networks, or its bound where that stopped). *over budget*, *over memory*:\n"
+        "by how much a solver overran at the most.\n\n"
     )
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
