@@ -62,7 +62,8 @@ def profile(
         bn: the BatchNorm policy that training will use; frozen statistics cost less than tracked ones.
         effort: about how many full steps the profile may cost. 100 is under 1% of the paper's 12 epochs of 1,500
             steps; the least is 12, with a larger error, which the profile states.
-        cache: a folder in which profiles are kept and found again, keyed by everything that changes the answer.
+        cache: a folder in which profiles are kept and found again, keyed by everything that changes the answer; one
+            that was taken with less effort is taken again.
 
     Raises:
         ProfileError: the step cannot be traced or timed; the message names the module and the way out.
@@ -71,7 +72,7 @@ def profile(
         raise ConfigError(f"effort {effort} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
     model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
     candidates = candidates_of(model, optimizer)
-    context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn)
+    context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn) | {"effort": effort}
     store = Cache(Path(cache)) if cache is not None else None
     if store is not None and (found := store.find(context)) is not None:
         return found
