@@ -54,6 +54,12 @@ def select(
     Costs milliseconds for hundreds of tensors on one clock, tens to hundreds where memory or a second clock limits too.
     (ElasticTrainer section 6; exact here, and on the real graph.)
     """
+    if not isinstance(profile, Profile):
+        raise ConfigError(f"select needs a Profile, not a {type(profile).__name__}; Profile.load(path) reads one")
+    if not isinstance(scores, Mapping):
+        raise ConfigError(f"scores must be importance by tensor name, not a {type(scores).__name__}")
+    if not 0 <= gap < 1:
+        raise ConfigError(f"gap {gap!r} must be a share from 0 up to, but not, 1")
     limits = _Limits.of(profile, budget, memory)
     kept = pinned(profile, pin)
     values = _checked(profile, scores, kept)
@@ -97,10 +103,18 @@ def _checked(profile: Profile, scores: Mapping[str, float], kept: tuple[str, ...
         raise ConfigError(
             f"scores name {_some(unknown)}, which this profile does not have; were they made for another model?"
         )
-    wrong = [f"{name} ({score})" for name, score in scores.items() if not math.isfinite(score)]
+    wrong = [f"{name} ({score})" for name, score in scores.items() if not _is_finite(score)]
     if wrong:
         raise ConfigError(f"scores that are not finite: {_some(wrong)}; probe again, or drop the batch that made them")
     return np.asarray([float(scores.get(name, 0.0)) for name in profile.names], dtype=np.float64)
+
+
+def _is_finite(score: object) -> bool:
+    """Whether a score is a number; the sum of thousands of them must be one too."""
+    try:
+        return abs(float(score)) < 1e300  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _some(names: list[str]) -> str:
