@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -68,9 +69,12 @@ def profile(
     Raises:
         ProfileError: the step cannot be traced or timed; the message names the module and the way out.
     """
-    if effort < LEAST_EFFORT:
-        raise ConfigError(f"effort {effort} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"profile needs a torch.nn.Module, not a {type(model).__name__}")
+    if not isinstance(effort, int) or effort < LEAST_EFFORT:
+        raise ConfigError(f"effort {effort!r} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
     model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
+    _refuse(model)
     candidates = candidates_of(model, optimizer)
     context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn) | {"effort": effort}
     store = Cache(Path(cache)) if cache is not None else None
@@ -94,7 +98,7 @@ def _measure(
     context: dict[str, Any],
     seed: int,
 ) -> Profile:
-    with untouched(model), apply(model, candidates, bn=bn) as applied:
+    with _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
         if not graph.tensors:
@@ -135,6 +139,21 @@ def _measure(
             optimizer=optimizers,
         )
     return Profile(graph=graph, lanes=lanes, memory=memory, error=error, context=context)
+
+
+def _refuse(model: nn.Module) -> None:
+    """Name the first part of the model that cannot be timed as it is, and the way out."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ProfileError(f"{name} has no shape yet: run one batch through the model before profiling it")
+        if parameter.is_meta:
+            raise ProfileError(f"{name} is on the meta device and has no values: load the model's weights first")
+
+
+def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, compiled parts run as what they were compiled from, as a compiled model does: they hide their nodes."""
+    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def candidates_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
