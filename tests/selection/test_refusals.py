@@ -132,6 +132,13 @@ def test_wrong_memory(profile: Profile, scores: dict[str, float], memory: object
         select(profile, scores, memory=memory)  # type: ignore[arg-type]
 
 
+def test_a_time_that_was_meant_for_the_run_is_noted(profile: Profile, scores: dict[str, float]) -> None:
+    plan = select(profile, scores, budget="30min")
+    assert plan.trainable == profile.names
+    assert plan.note == "the budget is of one step, and 30min is more than a full one takes"
+    assert select(profile, scores, budget=Budget("seconds", profile.full_step_s)).note == ""
+
+
 @pytest.mark.parametrize("gap", [-0.1, 1.0, math.nan])
 def test_wrong_gaps(profile: Profile, scores: dict[str, float], gap: float) -> None:
     with pytest.raises(ConfigError, match="gap"):

@@ -289,7 +289,10 @@ class Profile:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ProfileError(f"not a profile: {error}; take it again with 'elastictrainer profile'") from error
-        return cls.from_dict(data)
+        read = cls.from_dict(data)
+        if not read.lanes:  # one that was made for bytes alone is part of something else, which reads it itself
+            raise ProfileError("a profile without a clock; take it again with 'elastictrainer profile'")
+        return read
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -314,8 +317,8 @@ def _check(profile: Profile) -> None:
     names, nodes, tensors = profile.names, len(profile.graph.nodes), len(profile.graph.tensors)
     if len(set(names)) < tensors or not all(isinstance(name, str) for name in names):
         raise ValueError("names of tensors that are no names, or not each once")
-    if not (isinstance(profile.context, dict) and profile.lanes and all(profile.graph.hosts)):
-        raise ValueError("no context, no lane, or a tensor that hangs on no operation")
+    if not (isinstance(profile.context, dict) and all(profile.graph.hosts)):
+        raise ValueError("no context, or a tensor that hangs on no operation")
     priced: list[tuple[NDArray[Any], int]] = [
         (prices, nodes) for lane in profile.lanes for prices in (lane.forward_s, lane.fused_s, lane.pass_s)
     ]
@@ -324,9 +327,9 @@ def _check(profile: Profile) -> None:
     for prices, count in priced:
         if prices.shape != (count,) or not (np.isfinite(prices) & (prices >= 0)).all():
             raise ValueError(f"prices that are not {count} finite numbers of at least 0")
-    if not (np.isfinite(profile.full_step_s) and profile.full_step_s > 0):
+    if profile.lanes and not (np.isfinite(profile.full_step_s) and profile.full_step_s > 0):
         raise ValueError(f"a full step of {profile.full_step_s!r} s")
-    str(profile)  # everything else that a profile says can be said
+    float(profile.data_s), str(profile.error), profile.peak_bytes(names)  # everything else that is said of a profile
 
 
 def _plain(value: Any) -> Any:

@@ -73,7 +73,7 @@ def select(
             "no tensor has a positive score and none is pinned, so there is nothing to train; "
             "pin='head' trains the output layer"
         )
-    note = "" if candidates else "no tensor has a positive score: only the pinned ones train"
+    note = limits.note() if candidates else "no tensor has a positive score: only the pinned ones train"
     found = _search(profile, limits, Prices(profile, candidates, first), values[candidates], gap)
     if not kept and not found.chosen.any():
         raise limits.refuse_all([profile.names[k] for k in candidates])
@@ -183,6 +183,12 @@ class _Limits:
         if self.seconds is not None and self.profile.step_s(names) > self.seconds:
             return False
         return self.bytes is None or self.profile.peak_bytes(names) <= self.bytes
+
+    def note(self) -> str:
+        """A time for a step that no step takes was probably meant for the run."""
+        if self.budget is None or self.budget.kind == "ratio" or self.budget.value <= self.profile.full_step_s:
+            return ""
+        return f"the budget is of one step, and {self.budget} is more than a full one takes"
 
     def first(self, prices: Prices) -> dict[tuple[str, int], Column]:
         """The clock that is shortest of time, if time is limited at all."""
