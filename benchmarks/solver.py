@@ -1,6 +1,6 @@
 """The solver: how long it takes, how far from the best it may be, and what the published one does on the same cases.
 
-    OMP_NUM_THREADS=1 python benchmarks/solver.py            # all of it, about half an hour on one core
+    OMP_NUM_THREADS=1 python benchmarks/solver.py            # all of it, a quarter of an hour on one core
     OMP_NUM_THREADS=1 python benchmarks/solver.py --quick    # a row of each kind
     OMP_NUM_THREADS=1 python benchmarks/solver.py --resume   # what the table lacks
 
