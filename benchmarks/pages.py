@@ -111,6 +111,15 @@ def costs(profile_file: Path) -> str:
 # -- the solver ------------------------------------------------------------------------------------------------------
 
 
+OVER = ("over budget", "over memory")
+
+
+def most(found: Iterable[str | None]) -> str:
+    """The largest of some shares, those that are not there left out."""
+    shares = [float(share) for share in found if share]
+    return f"{max(shares):.2%}" if shares else ""
+
+
 def solver(folder: Path, pages: dict[str, str]) -> str:
     text = "# The solver, measured\n\nHow long choosing takes, and how far from the best it may be.\n\n"
     found = tables("solver.csv", folder)
@@ -119,7 +128,8 @@ def solver(folder: Path, pages: dict[str, str]) -> str:
     rows = found["solver.csv"]
     text += (
         "*of best*: importance reached over the best that is possible (by the solver's own proven bound on chains, by\n"
-        "an integer programme on real networks). *over budget*: by how much a solver overran, where it did.\n\n"
+        "an integer programme on real networks, or its bound where that stopped). *over budget*, *over memory*:\n"
+        "by how much a solver overran at the most.\n\n"
     )
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
@@ -131,15 +141,15 @@ def solver(folder: Path, pages: dict[str, str]) -> str:
             continue
         ms = [float(r["ms"]) for r in made if r.get("ms")]
         of_best = [float(r["score_of_best"]) for r in made if r.get("score_of_best")]
-        over = [float(r["over_budget"]) for r in made if r.get("over_budget")]
+        over = [most(r.get(key) for r in made) for key in (name.replace(" ", "_") for name in OVER)]
         time_limit, memory_limit = f"time {float(rho):g}x" if rho else "", f"memory {memory}" if memory else ""
         limits = " and ".join(filter(None, (time_limit, memory_limit)))
         lines.append(
             (instance, size, limits, name, number(str(statistics.median(ms))) if ms else "–",
              f"{statistics.median(of_best):.2%}" if of_best else "–", f"{min(of_best):.2%}" if of_best else "–",
-             f"{max(over):.2%}" if over else "", str(len(made)))
+             *over, str(len(made)))
         )  # fmt: skip
-    columns = ("instance", "tensors", "within", "solver", "ms", "of best", "least", "over budget", "cases")
+    columns = ("instance", "tensors", "within", "solver", "ms", "of best", "least", *OVER, "cases")
     return text + markdown(columns, lines) + "\n" + where(rows, "solver.csv") + "\n" + resolution(folder, pages)
 
 

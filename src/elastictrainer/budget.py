@@ -95,6 +95,8 @@ def parse_bytes(text: str | int | float) -> int:
     >>> parse_bytes("1.5KiB")
     1536
     """
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise ConfigError(f"size {text!r} is a {type(text).__name__}; write for example '800MiB' or a number of bytes")
     if isinstance(text, (int, float)):
         value = float(text)
     else:

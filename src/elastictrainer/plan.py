@@ -182,9 +182,14 @@ class Plan:
                 f"not a plan of format {FORMAT} (found {found!r}); make it again with 'elastictrainer plan'"
             )
         try:
+            told = {key: tuple(data[key]) for key in ("names", "trainable", "pinned")}
+            if not all(isinstance(name, str) and name in told["names"] for some in told.values() for name in some):
+                raise ValueError("tensors that are not among its names")
+            if data["scores"] is not None and len(data["scores"]) != len(told["names"]):
+                raise ValueError("a score is missing, or one too many")
             return cls(
-                trainable=tuple(data["trainable"]),
-                names=tuple(data["names"]),
+                trainable=told["trainable"],
+                names=told["names"],
                 step_s=math.nan if data["step_s"] is None else float(data["step_s"]),
                 full_step_s=math.nan if data["full_step_s"] is None else float(data["full_step_s"]),
                 peak_bytes=int(data["peak_bytes"]),
@@ -192,16 +197,16 @@ class Plan:
                 if data["budget"] is None
                 else Budget(data["budget"]["kind"], float(data["budget"]["value"])),
                 memory_bytes=None if data["memory_bytes"] is None else int(data["memory_bytes"]),
-                pinned=tuple(data["pinned"]),
+                pinned=told["pinned"],
                 optimal=bool(data["optimal"]),
                 gap=None if data["gap"] is None else float(data["gap"]),
                 note=str(data["note"]),
                 score_values=None if data["scores"] is None else tuple(map(float, data["scores"])),
-                channels={name: tuple(map(int, rows)) for name, rows in data.get("channels", {}).items()},
+                channels={name: tuple(map(int, rows)) for name, rows in dict(data.get("channels", {})).items()},
                 backward=None if data.get("backward") is None else Spent(**data["backward"]),
                 full_backward=None if data.get("full_backward") is None else Spent(**data["full_backward"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(f"damaged plan: {error!r}; make it again with 'elastictrainer plan'") from error
 
     @classmethod

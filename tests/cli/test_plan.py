@@ -86,6 +86,7 @@ def test_out_is_replaced_and_the_help_says_so(
         (("plan", "--profile", "P", "--scores", "absent.json"), 2, "absent.json"),
         (("plan", "--profile", "P", "--budget", "0.0001x"), 1, "the least budget is"),
         (("plan", "--profile", "P", "--pin", "nothing*"), 2, "nothing*"),
+        (("plan", "--profile", "P", "--why", "nose"), 1, "nose"),
         (("plan", "--profile", "P", "--model", "builtin", "--scores", "S"), 2, "--scores and --model"),
     ],
 )

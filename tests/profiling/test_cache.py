@@ -65,6 +65,46 @@ def test_whatever_changes_the_answer_changes_the_key(monkeypatch):
         assert description != base, what
 
 
+def test_a_profile_of_less_effort_is_taken_again_and_one_of_more_is_found(tmp_path):
+    model, batch, loss_fn = ZOO["chain"]()
+    coarse = et.profile(model, loss_fn, batch, effort=12, cache=tmp_path)
+    fine = et.profile(model, loss_fn, batch, effort=20, cache=tmp_path)
+    assert fine.to_json() != coarse.to_json()
+    assert et.profile(model, loss_fn, batch, effort=12, cache=tmp_path).to_json() == fine.to_json()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+class Switched(nn.Module):
+    """A network whose switches are attributes, as gradient checkpointing is in timm and transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.checkpointing = False
+        self.config = SimpleNamespace(attention="eager", sizes=(1, 2))
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+class Edited(Switched):
+    def forward(self, x):
+        return self.head(self.inner(self.inner(x)))
+
+
+def test_switches_of_modules_and_edited_methods_are_seen():
+    batch = torch.randn(4, 6), torch.arange(4) % 3
+    base = _describe(Switched(), batch)
+    assert _describe(Switched(), batch) == base
+    by_attribute, by_config = Switched(), Switched()
+    by_attribute.checkpointing = True
+    by_config.config.attention = "sdpa"
+    edited = Edited()
+    edited.__class__.__qualname__ = Switched.__qualname__
+    for changed in (by_attribute, by_config, edited):
+        assert _describe(changed, batch) != base
+
+
 def test_autocast_inside_the_loss_function_is_seen():
     model, batch, _ = ZOO["chain"]()
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import random
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import elastictrainer as et
 from elastictrainer.errors import BudgetError, ConfigError, ProfileError
 from elastictrainer.profiling.weigh import tensors_in
+from tests.selection.graphs import KINDS, priced
 from tests.zoo import ZOO, _vectors
 
 
@@ -62,6 +67,30 @@ def test_a_damaged_profile_is_an_error_in_words(text, tmp_path):
         et.Profile.load(tmp_path / "p.json")
     with pytest.raises(ProfileError, match="cannot read"):
         et.Profile.load(tmp_path / "none.json")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), wrong=st.sampled_from([None, "x", -1, [], {}, math.nan, 1e9, True, "gone"]))
+def test_whatever_is_wrong_in_a_file_is_refused_in_words_or_harmless(seed, wrong):
+    """One value anywhere in a profile's JSON replaced or taken away."""
+    rng = np.random.default_rng(seed)
+    data = priced(KINDS["residual"](rng, 8), rng).to_dict()
+    place, key = data, "graph"
+    while True:
+        key = rng.choice(list(place)).item() if isinstance(place, dict) else int(rng.integers(len(place)))
+        if not (isinstance(place[key], (dict, list)) and place[key]) or rng.random() < 0.1:
+            break
+        place = place[key]
+    if wrong == "gone":
+        del place[key]
+    else:
+        place[key] = wrong
+    try:
+        profile = et.Profile.from_json(json.dumps(data))
+    except ProfileError:
+        return
+    plan = et.select(profile, dict.fromkeys(profile.names, 1.0), budget=1.0)
+    assert et.Plan.from_json(plan.to_json()) == plan
 
 
 OPTIMIZERS = {

@@ -121,8 +121,26 @@ def test_modules_are_named():
 
 def test_reentrant_checkpointing_is_refused_by_name():
     """Trap 8."""
-    with pytest.raises(ProfileError, match="use_reentrant=False"):
+    with pytest.raises(ProfileError, match=r"^the model uses re-entrant checkpointing.*use_reentrant=False"):
         _trace(_vectors(Checkpointed(reentrant=True)))
+
+
+class Blocks(nn.Module):
+    """Checkpointing as libraries do it, in one block of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Checkpointed(reentrant=True)
+        inner.head = nn.Linear(6, 6)
+        self.blocks, self.head = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+def test_the_module_that_checkpoints_is_named():
+    with pytest.raises(ProfileError, match=r"^blocks\.1 uses re-entrant checkpointing"):
+        _trace(_vectors(Blocks()))
 
 
 def test_a_graph_that_changes_between_passes_is_refused():

@@ -114,6 +114,44 @@ def test_a_pin_that_fits_nothing_is_an_error(profile: Profile, scores: dict[str,
         select(profile, scores, budget=0.9, pin="layer99")
 
 
+@pytest.mark.parametrize("pin", [5, [5], None, [None, "head"]])
+def test_wrong_pins(profile: Profile, scores: dict[str, float], pin: object) -> None:
+    with pytest.raises(ConfigError, match="pin"):
+        select(profile, scores, budget=0.9, pin=pin)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("score", [None, "high", [1.0], 1e308])
+def test_scores_that_are_no_numbers_name_the_tensors(profile: Profile, scores: dict[str, float], score: object) -> None:
+    with pytest.raises(ConfigError, match=r"layer3\.weight \("):
+        select(profile, {**scores, "layer3.weight": score}, budget=0.9)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("memory", [True, -5, [], "0.5x", "", float("nan")])
+def test_wrong_memory(profile: Profile, scores: dict[str, float], memory: object) -> None:
+    with pytest.raises(ConfigError, match="size"):
+        select(profile, scores, memory=memory)  # type: ignore[arg-type]
+
+
+def test_a_time_that_was_meant_for_the_run_is_noted(profile: Profile, scores: dict[str, float]) -> None:
+    plan = select(profile, scores, budget="30min")
+    assert plan.trainable == profile.names
+    assert plan.note == "the budget is of one step, and 30min is more than a full one takes"
+    assert select(profile, scores, budget=Budget("seconds", profile.full_step_s)).note == ""
+
+
+@pytest.mark.parametrize("gap", [-0.1, 1.0, math.nan])
+def test_wrong_gaps(profile: Profile, scores: dict[str, float], gap: float) -> None:
+    with pytest.raises(ConfigError, match="gap"):
+        select(profile, scores, budget=0.9, gap=gap)
+
+
+def test_what_is_no_profile_or_no_scores_is_named(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"Profile, not a str; Profile\.load"):
+        select("pi.json", scores, budget=0.9)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="scores must be importance by tensor name, not a list"):
+        select(profile, list(scores.values()), budget=0.9)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("budget", ["", "fast", "-1x", 0, True])
 def test_wrong_budgets(profile: Profile, scores: dict[str, float], budget: object) -> None:
     with pytest.raises(ConfigError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from elastictrainer.graph import Graph, Node, TensorInfo
 from elastictrainer.profiling.profile import Lane, Memory, Profile, Residual
 from elastictrainer.selection import select
 from elastictrainer.selection.milp import select_milp
-from tests.selection.graphs import KINDS, cases, priced, scored
+from tests.selection.graphs import KINDS, Wires, cases, priced, scored
 from tests.selection.oracles import brute_force
 
 Case = tuple[Profile, dict[str, float]]
@@ -203,6 +204,26 @@ def test_everything_trains_at_the_full_budget(kind: str) -> None:
         assert plan.gap == 0.0
         only_deepest = dict.fromkeys(profile.names, -1.0) | {profile.names[-1]: 1.0}
         assert select(profile, only_deepest, budget=1.0).trainable == (profile.names[-1],)
+
+
+def test_too_many_closed_sets_are_flagged_and_the_gap_still_holds() -> None:
+    """Thirteen branches between two operations have 2**13 closed sets, more than are listed."""
+    wires = Wires()
+    top = wires.node()
+    wires.node(*[wires.node(top, tensors=1) for _ in range(13)], tensors=1)
+    rng = np.random.default_rng(0)
+    made = priced(wires.graph(), rng)
+    lane = replace(made.lanes[0], pass_s=rng.uniform(0.5e-3, 1.5e-3, len(made.graph.nodes)))  # none for nothing
+    profile = replace(made, lanes=(lane,))
+    scores = scored(profile, rng, negative=0.0)
+    budget = between(profile, 0.95)  # the operation below all branches must be within reach, or none of them cross
+    plan = select(profile, scores, budget=budget, gap=0.0)
+    best, _ = brute_force(profile, scores, seconds=budget.value)
+    assert not plan.optimal
+    assert plan.score is not None
+    assert plan.gap is not None
+    assert plan.step_s <= budget.value
+    assert plan.score <= best * (1 + 1e-9) <= plan.score / (1 - plan.gap) * (1 + 1e-9)
 
 
 def test_no_limit_at_all_trains_whatever_helps() -> None:

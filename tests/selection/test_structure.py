@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastictrainer.selection.exchange import exchanged
 from elastictrainer.selection.problem import Problem, as_mask, as_set, bits, fold
 from elastictrainer.selection.solve import solve
 from elastictrainer.selection.structure import Branch, arrange
@@ -50,6 +51,19 @@ def test_too_many_closed_sets_fall_back_and_say_so(problem: Problem) -> None:
     assert solution.exact == arrange(problem, limit=1).exact
     if solution.exact:
         assert solution.value == pytest.approx(best_of(problem), rel=1e-9)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(problem=problems(), prices=st.lists(st.floats(0.0, 3.0), min_size=3, max_size=3))
+def test_an_exchange_fits_is_never_worse_and_spends_what_is_left(problem: Problem, prices: list[float]) -> None:
+    nothing = np.zeros(problem.items, dtype=np.bool_)
+    found = exchanged(problem, nothing, np.asarray(prices[: problem.constraints]), room=1.0)
+    assert (problem.cost(found) <= 1 + 1e-9).all()
+    assert problem.value[found].sum() <= best_of(problem) * (1 + 1e-9)
+    alone = [k for k in range(problem.items) if (problem.cost(np.arange(problem.items) == k) <= 1 - 1e-9).all()]
+    assert problem.value[found].sum() >= max((problem.value[k] for k in alone), default=0.0)
+    again = exchanged(problem, found, np.asarray(prices[: problem.constraints]), room=1.0)
+    assert problem.value[again].sum() == pytest.approx(problem.value[found].sum())
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)

@@ -119,6 +119,7 @@ def plan(
             prices = measure(work.model, loss_fn, work.batch(), optimizer=steps, effort=effort, seed=seed)
         batches = list(islice(work.images.train, probe_batches))
         worth = find_importance(importance).fn(work.model, steps, loss_fn, batches, names=prices.names, seed=seed)
+    prices.graph.indices(why or ())  # a name that is not there is refused before anything is printed or written
     made = select(
         prices,
         worth,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ProfileError
-from elastictrainer.profiling.fingerprint import code, shapes
+from elastictrainer.profiling.fingerprint import behaviour, code, shapes
 from elastictrainer.profiling.profile import FORMAT, Profile
 
 __all__ = ["Cache", "describe", "differences"]
@@ -100,11 +100,12 @@ def device_name(device: torch.device) -> str:
 
 
 def _structure(model: nn.Module, candidates: Mapping[str, nn.Parameter]) -> str:
-    """A digest of modules with their settings, parameters with shape, layout and tying, and which are candidates."""
+    """A digest of modules with settings and code, parameters with shape, layout and tying, and which are candidates."""
     digest = hashlib.sha256()
     seen: dict[int, str] = {}
     for name, module in model.named_modules():
-        digest.update(f"M {name} {type(module).__qualname__} {module.extra_repr()} {module.training}\n".encode())
+        kind = f"{type(module).__qualname__} {module.extra_repr()} {module.training}"
+        digest.update(f"M {name} {kind} {behaviour(module)}\n".encode())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied = seen.setdefault(id(parameter), name)
         line = f"P {name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {tied} {name in candidates}\n"
@@ -127,6 +128,10 @@ def _optimizer(optimizer: Optimizer | None) -> Any:
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__, settings]
 
 
+def _without_effort(context: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in context.items() if key != "effort"}
+
+
 class Cache:
     """A folder of profiles, one file per description. Damaged or foreign files are ignored, never an error."""
 
@@ -134,10 +139,11 @@ class Cache:
         self.folder = folder
 
     def _path(self, context: Mapping[str, Any]) -> Path:
-        key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:32]
+        key = hashlib.sha256(json.dumps(_without_effort(context), sort_keys=True).encode()).hexdigest()[:32]
         return self.folder / f"{key}.profile.json"
 
     def find(self, context: Mapping[str, Any]) -> Profile | None:
+        """The profile of this description, if it was taken with as much effort or more."""
         path = self._path(context)
         if not path.is_file():
             return None
@@ -145,7 +151,8 @@ class Cache:
             found = Profile.load(path)
         except ProfileError:
             return None
-        return found if found.context == json.loads(json.dumps(context)) else None
+        same = _without_effort(found.context) == json.loads(json.dumps(_without_effort(context)))
+        return found if same and found.context.get("effort", 0) >= context.get("effort", 0) else None
 
     def keep(self, profile: Profile) -> None:
         """Write atomically: a reader sees the whole profile or none."""

@@ -1,4 +1,4 @@
-"""What a batch and a loss function are, as far as it changes what a step costs: part of a kept profile's key."""
+"""What a batch, a loss function and a module are, as far as it changes a step's cost: part of a kept profile's key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["code", "shapes"]
+__all__ = ["behaviour", "code", "shapes"]
 
 _DEEPEST = 3  # objects inside objects that are looked into
 
@@ -67,6 +67,38 @@ def code(function: Any) -> str:
                 held, inside = (held, depth + 1) if depth < _DEEPEST else ([], depth)
             queue += [(part, inside) for part in held]
     return digest.hexdigest()[:16]
+
+
+def behaviour(module: nn.Module) -> str:
+    """What a module of somebody's own computes, beyond its kind and what it prints: its settings and its methods' code.
+
+    `model.set_grad_checkpointing()` changes nothing but an attribute, and an edited `forward` nothing but its code;
+    both change the price. Of torch's own modules the settings alone are looked at.
+    """
+    settings = {name: held for name, held in vars(module).items() if not name.startswith("_")}
+    digest = hashlib.sha256(repr(_settings(settings, 0)).encode())
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] not in {"torch", *sys.stdlib_module_names}:
+            for name, held in sorted(vars(kind).items()):
+                if isinstance(held, FunctionType):
+                    digest.update(f"{name} {_bytecode(held.__code__)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _settings(value: Any, depth: int) -> Any:
+    """Plain values, and those inside containers and configuration objects; None for anything else."""
+    if _plain(value) or isinstance(value, (torch.dtype, torch.device)):
+        return value
+    if isinstance(value, (Tensor, nn.Module, FunctionType, type)) or depth == _DEEPEST:
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_settings(part, depth + 1) for part in value]
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return [(str(name), _settings(part, depth + 1)) for name, part in held.items()]
+
+
+def _bytecode(block: CodeType) -> Any:
+    return [_bytecode(part) if isinstance(part, CodeType) else part for part in _parts(block)]
 
 
 def _parts(item: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,18 +67,22 @@ def profile(
         bn: the BatchNorm policy that training will use; frozen statistics cost less than tracked ones.
         effort: about how many full steps the profile may cost. 100 is under 1% of the paper's 12 epochs of 1,500
             steps; the least is 12, with a larger error, which the profile states.
-        cache: a folder in which profiles are kept and found again, keyed by everything that changes the answer.
+        cache: a folder in which profiles are kept and found again, keyed by everything that changes the answer; one
+            that was taken with less effort is taken again.
         limit_s: give up as soon as it is clear, after about a quarter of the work, that it would take longer.
 
     Raises:
         BudgetError: it would take longer than `limit_s`; `least` is about what it would take.
         ProfileError: the step cannot be traced or timed; the message names the module and the way out.
     """
-    if effort < LEAST_EFFORT:
-        raise ConfigError(f"effort {effort} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"profile needs a torch.nn.Module, not a {type(model).__name__}")
+    if not isinstance(effort, int) or effort < LEAST_EFFORT:
+        raise ConfigError(f"effort {effort!r} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
     model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
+    _refuse(model)
     candidates = candidates_of(model, optimizer)
-    context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn)
+    context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn) | {"effort": effort}
     store = Cache(Path(cache)) if cache is not None else None
     if store is not None and (found := store.find(context)) is not None:
         return found
@@ -103,7 +108,7 @@ def _measure(
     limit_s: float | None,
 ) -> Profile:
     start = time.perf_counter()
-    with untouched(model), apply(model, candidates, bn=bn) as applied:
+    with _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
         if not graph.tensors:
@@ -156,6 +161,21 @@ def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:
             f"there are {format_seconds(limit_s)} for it",
             least=whole_s,
         )
+
+
+def _refuse(model: nn.Module) -> None:
+    """Name the first part of the model that cannot be timed as it is, and the way out."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ProfileError(f"{name} has no shape yet: run one batch through the model before profiling it")
+        if parameter.is_meta:
+            raise ProfileError(f"{name} is on the meta device and has no values: load the model's weights first")
+
+
+def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, compiled parts run as what they were compiled from, as a compiled model does: they hide their nodes."""
+    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def candidates_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:

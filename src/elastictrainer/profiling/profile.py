@@ -270,7 +270,7 @@ class Profile:
                 f"not a profile of format {FORMAT} (found {found!r}); take it again with 'elastictrainer profile'"
             )
         try:
-            return cls(
+            read = cls(
                 graph=Graph.from_dict(data["graph"]),
                 lanes=tuple(Lane.from_dict(lane) for lane in data["lanes"]),
                 memory=Memory.from_dict(data["memory"]),
@@ -278,7 +278,9 @@ class Profile:
                 context=data["context"],
                 data_s=data["data_s"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+            _check(read)
+            return read
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ProfileError(f"damaged profile: {error!r}; take it again with 'elastictrainer profile'") from error
 
     @classmethod
@@ -287,7 +289,10 @@ class Profile:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ProfileError(f"not a profile: {error}; take it again with 'elastictrainer profile'") from error
-        return cls.from_dict(data)
+        read = cls.from_dict(data)
+        if not read.lanes:  # one that was made for bytes alone is part of something else, which reads it itself
+            raise ProfileError("a profile without a clock; take it again with 'elastictrainer profile'")
+        return read
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -305,6 +310,26 @@ class Profile:
             f"forward {format_seconds(self.forward_s)}, peak {format_bytes(self.peak_bytes(self.names))}; "
             f"error {self.error}"
         )
+
+
+def _check(profile: Profile) -> None:
+    """Raise for what fits no graph: a file that was cut or edited is refused where it is read, not where it is used."""
+    names, nodes, tensors = profile.names, len(profile.graph.nodes), len(profile.graph.tensors)
+    if len(set(names)) < tensors or not all(isinstance(name, str) for name in names):
+        raise ValueError("names of tensors that are no names, or not each once")
+    if not (isinstance(profile.context, dict) and all(profile.graph.hosts)):
+        raise ValueError("no context, or a tensor that hangs on no operation")
+    priced: list[tuple[NDArray[Any], int]] = [
+        (prices, nodes) for lane in profile.lanes for prices in (lane.forward_s, lane.fused_s, lane.pass_s)
+    ]
+    priced += [(prices, tensors) for lane in profile.lanes for prices in (lane.dw_s, lane.opt_s)]
+    priced += [(profile.memory.workspace_bytes, nodes), (profile.memory.state_bytes, tensors)]
+    for prices, count in priced:
+        if prices.shape != (count,) or not (np.isfinite(prices) & (prices >= 0)).all():
+            raise ValueError(f"prices that are not {count} finite numbers of at least 0")
+    if profile.lanes and not (np.isfinite(profile.full_step_s) and profile.full_step_s > 0):
+        raise ValueError(f"a full step of {profile.full_step_s!r} s")
+    float(profile.data_s), str(profile.error), profile.peak_bytes(names)  # everything else that is said of a profile
 
 
 def _plain(value: Any) -> Any:

@@ -42,7 +42,8 @@ class Lists:
     """Search a core under all constraints. Afterwards `chosen` is the best choice that beats the floor, None if none
     does, and no choice is worth more than `bound` (or the floor).
 
-    `work` is about how many states may be grown in all, at some 0.2 us each; then the lists get short.
+    `work` is about how many states may be grown in all, at about a microsecond each; then the lists get short. The
+    attribute says how many were.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Lists:
         self._relaxation = core.relaxation
         self._width = max(_SAMPLE, work // 50)
         self._most_work = work
-        self._work = 0
+        self.work = 0
         self._capacity = 1.0 + tolerance
         self._root = structure.root
         self._top = float(self._relaxation.ends[core.root_ends].max(initial=floor))
@@ -141,8 +142,8 @@ class Lists:
         cheaper = (states.cost[:_SAMPLE, None, :] <= states.cost[None, _SAMPLE:, :]).all(axis=2)
         beaten = (cheaper & (value[:_SAMPLE, None] >= value[None, _SAMPLE:])).any(axis=0)
         states = states.where(np.concatenate((np.ones(_SAMPLE, dtype=np.bool_), ~beaten)))
-        self._work += len(states)
-        width = self._width if self._work < self._most_work else _SAMPLE
+        self.work += len(states)
+        width = self._width if self.work < self._most_work else _SAMPLE
         if len(states) > width:
             self.bound = max(self.bound, self._top - float(states.loss[width]) - ahead)
             states = states.where(np.arange(width))

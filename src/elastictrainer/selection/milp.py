@@ -29,14 +29,16 @@ def select_milp(
     memory_bytes: int | None = None,
     pinned: Iterable[str] = (),
     gap: float = 0.0,
+    most_s: float | None = None,
 ) -> tuple[tuple[str, ...], float]:
     """The best set of tensors, in backward order, and an upper bound on its score, by `scipy.optimize.milp`.
 
-    Costs from milliseconds to minutes. `gap` is the relative gap at which it may stop.
+    Costs from milliseconds to minutes. `gap` is the relative gap at which it may stop, `most_s` the seconds after which
+    it must (each time that memory adds a row): the set is then the best one found so far, and the bound still holds.
 
     Raises:
         ConfigError: scipy is not there.
-        BudgetError: nothing fits, pinned tensors included.
+        BudgetError: nothing fits, pinned tensors included, or nothing that does was found in time.
     """
     kept = set(profile.graph.indices(pinned).tolist())
     programme = _Programme(profile, scores, kept)
@@ -48,7 +50,7 @@ def select_milp(
             programme.limit(lane.train_s / scale, lane.reach_s / scale, {}, room / scale)
     moments: set[int] = set()
     while True:
-        names, bound = programme.solve(gap)
+        names, bound = programme.solve(gap, most_s)
         if memory_bytes is None or profile.peak_bytes(names) <= memory_bytes:
             return names, bound
         moment = int(profile.held_bytes(names).argmax())
@@ -112,7 +114,7 @@ class _Programme:
         workspace[moment] = memory.workspace_bytes[moment] / scale
         self.limit((memory.state_bytes + made) / scale, workspace, held, (memory_bytes - memory.base_bytes) / scale)
 
-    def solve(self, gap: float) -> tuple[tuple[str, ...], float]:
+    def solve(self, gap: float, most_s: float | None = None) -> tuple[tuple[str, ...], float]:
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import coo_array
@@ -128,7 +130,7 @@ class _Programme:
             constraints=LinearConstraint(matrix, ub=np.asarray(self.most)),
             bounds=Bounds(np.asarray(self.lower), np.asarray(self.upper)),
             integrality=integral,
-            options={"mip_rel_gap": gap},
+            options={"mip_rel_gap": gap} | ({} if most_s is None else {"time_limit": most_s}),
         )
         if result.x is None:
             raise BudgetError(f"the integer programme found nothing that fits: {result.message}")

@@ -24,8 +24,13 @@ def pinned(profile: Profile, pin: Pin) -> tuple[str, ...]:
     """
     if callable(pin):
         return profile.select_names(pin)
+    patterns = [pin] if isinstance(pin, str) else list(pin) if isinstance(pin, Iterable) else [pin]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(
+            f"pin {pin!r} is neither a name or pattern, nor several, nor a test of names; () pins nothing"
+        )
     found: set[str] = set()
-    for pattern in [pin] if isinstance(pin, str) else pin:
+    for pattern in patterns:
         if pattern in profile.graph.index:
             matches: tuple[str, ...] = (pattern,)
         elif pattern == "head":

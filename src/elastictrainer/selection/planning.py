@@ -54,6 +54,12 @@ def select(
     Costs milliseconds for hundreds of tensors on one clock, tens to hundreds where memory or a second clock limits too.
     (ElasticTrainer section 6; exact here, and on the real graph.)
     """
+    if not isinstance(profile, Profile):
+        raise ConfigError(f"select needs a Profile, not a {type(profile).__name__}; Profile.load(path) reads one")
+    if not isinstance(scores, Mapping):
+        raise ConfigError(f"scores must be importance by tensor name, not a {type(scores).__name__}")
+    if not 0 <= gap < 1:
+        raise ConfigError(f"gap {gap!r} must be a share from 0 up to, but not, 1")
     limits = _Limits.of(profile, budget, memory)
     kept = pinned(profile, pin)
     values = _checked(profile, scores, kept)
@@ -67,7 +73,7 @@ def select(
             "no tensor has a positive score and none is pinned, so there is nothing to train; "
             "pin='head' trains the output layer"
         )
-    note = "" if candidates else "no tensor has a positive score: only the pinned ones train"
+    note = limits.note() if candidates else "no tensor has a positive score: only the pinned ones train"
     found = _search(profile, limits, Prices(profile, candidates, first), values[candidates], gap)
     if not kept and not found.chosen.any():
         raise limits.refuse_all([profile.names[k] for k in candidates])
@@ -97,10 +103,18 @@ def _checked(profile: Profile, scores: Mapping[str, float], kept: tuple[str, ...
         raise ConfigError(
             f"scores name {_some(unknown)}, which this profile does not have; were they made for another model?"
         )
-    wrong = [f"{name} ({score})" for name, score in scores.items() if not math.isfinite(score)]
+    wrong = [f"{name} ({score})" for name, score in scores.items() if not _is_finite(score)]
     if wrong:
         raise ConfigError(f"scores that are not finite: {_some(wrong)}; probe again, or drop the batch that made them")
     return np.asarray([float(scores.get(name, 0.0)) for name in profile.names], dtype=np.float64)
+
+
+def _is_finite(score: object) -> bool:
+    """Whether a score is a number; the sum of thousands of them must be one too."""
+    try:
+        return abs(float(score)) < 1e300  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _some(names: list[str]) -> str:
@@ -169,6 +183,12 @@ class _Limits:
         if self.seconds is not None and self.profile.step_s(names) > self.seconds:
             return False
         return self.bytes is None or self.profile.peak_bytes(names) <= self.bytes
+
+    def note(self) -> str:
+        """A time for a step that no step takes was probably meant for the run."""
+        if self.budget is None or self.budget.kind == "ratio" or self.budget.value <= self.profile.full_step_s:
+            return ""
+        return f"the budget is of one step, and {self.budget} is more than a full one takes"
 
     def first(self, prices: Prices) -> dict[tuple[str, int], Column]:
         """The clock that is shortest of time, if time is limited at all."""
