@@ -104,6 +104,7 @@ class Run:
             self.elastic.shrinking = True
             stack.callback(self.pruning.close)
         self._best_in_memory: dict[str, Tensor] | None = None
+        self._kept_profile: Profile | None = None
         notes = self._resume() if settings.resume and self.folder is not None else []
         self._saved_at = self._evaluated_at = clock()
         total = None
@@ -526,8 +527,9 @@ class Run:
     def _on_plan(self, event: dict[str, Any]) -> None:
         if self.folder is not None:
             profile = self.elastic.profile
-            if profile is not None and event["reason"] in ("first", "drift"):
+            if profile is not None and profile is not self._kept_profile:
                 self.folder.write_text("profile.json", profile.to_json())
+                self._kept_profile = profile
             self.folder.log("plans.jsonl", event)
 
     def _show(self) -> None:
