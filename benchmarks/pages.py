@@ -348,8 +348,8 @@ def budgets(folder: Path) -> str:
     text = (
         "# Budgets, kept or not\n\n"
         "A run under `et.Elastic` is asked for a share of full training; what it took is measured against full steps\n"
-        "of a twin network, taken in turns with its own, so that a busy machine weighs on both. Deciding is counted in\n"
-        "full steps of that network: 12 epochs at the paper's scale are about 18,000 (CUB-200, batch 4).\n\n"
+        "of a twin network, taken in turns with its own, so that a busy machine weighs on both. Deciding is counted\n"
+        "in full steps of that network: 12 epochs at the paper's scale are about 18,000 (CUB-200, batch 4).\n\n"
     )
     found = tables("elastic_budget_*.csv", folder)
     if not found:
