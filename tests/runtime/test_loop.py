@@ -431,6 +431,13 @@ def test_resuming_a_finished_run_gives_its_result_and_weights(tmp_path: Path) ->
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), fresh.parameters()))
 
 
+def test_a_kill_just_before_the_report_leaves_it_to_the_next_session(tmp_path: Path) -> None:
+    result = run(tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()
+    assert run(tmp_path / "run", resume=True) == result
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", loss_fn=interrupt_at(15))

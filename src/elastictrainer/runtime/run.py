@@ -130,6 +130,8 @@ class Run:
         if find_policy(self.config["policy"]).shrinks:
             resize(self.model, weights)
         load_weights(self.model, weights)
+        if not (self.folder.path / "report.html").exists():  # killed when all but the page had been written
+            write_report(self.folder.path)
         return Result.from_dict(document)
 
     def _make_schedule(self) -> Any | None:
@@ -156,7 +158,9 @@ class Run:
                     f"budget {asked} is for all steps together, and the loader does not say how many there are"
                 )
             asked = Budget("seconds", asked.value / total)
-        if options["profile"] is None and self.settings.resume and self.folder is not None:
+        # Of a run killed before its first checkpoint the profile is all that is left. What rests on it bit by bit takes
+        # it again; otherwise a new one is better: the machine, or how much of it is used, may be another by now.
+        if options["profile"] is None and self.settings.resume and self.settings.deterministic and self.folder:
             kept = self.folder.read_json("profile.json")
             options["profile"] = Profile.from_dict(kept) if kept is not None else None
         options |= {
