@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -168,6 +168,56 @@ def resolution(folder: Path, pages: dict[str, str]) -> str:
     return text
 
 
+# -- the budget of a run ---------------------------------------------------------------------------------------------
+
+
+def budgets(folder: Path) -> str:
+    text = (
+        "# Budgets, kept or not\n\n"
+        "A run under `et.Elastic` is asked for a share of full training; what it took is measured against full steps\n"
+        "of a twin network, taken in turns with its own, so that a busy machine weighs on both. Deciding is counted\n"
+        "in full steps of that network: 12 epochs at the paper's scale are about 18,000 (CUB-200, batch 4).\n\n"
+    )
+    found = tables("elastic_budget_*.csv", folder)
+    if not found:
+        text += absent("The budget", "python benchmarks/elastic.py budget --image-size 96") + "\n"
+    for name, rows in found.items():
+        text += f"## {name.removeprefix('elastic_budget_').removesuffix('.csv')}\n\n"
+        text += f"Batch {rows[0]['batch']}, images of {rows[0]['image']} pixels.\n\n"
+        columns = ("model", "asked", "took", "points off", "steps", "plans", "profile", "probes", "choosing")
+        text += markdown(columns, (_kept(row) for row in rows))
+        off = [float(row["off_points"]) for row in rows if row["off_points"]]
+        if off:
+            near = sum(abs(points) <= 2 for points in off)
+            text += (
+                f"\n{near} of {len(off)} runs are within 2 points of what was asked; the most over: {max(off):+.1f}.\n"
+            )
+        text += "\n" + where(rows, name) + "\n"
+    text += "## Memory\n\n"
+    found = tables("elastic_memory_*.csv", folder)
+    if not found:
+        text += absent("Memory", "python benchmarks/elastic.py memory --device cuda --batch-size 64")
+    for name, rows in found.items():
+        columns = ("model", "policy", "asked", "peak MiB", "predicted MiB", "of full training")
+        text += markdown(columns, (
+            (r["model"], r["policy"], r["asked"], f"{float(r['peak_bytes']) / 2**20:.0f}",
+             f"{float(r['predicted_bytes']) / 2**20:.0f}", percent(r["of_full"]))
+            for r in rows
+        ))  # fmt: skip
+        text += "\n" + where(rows, name) + "\n"
+    return text
+
+
+def _kept(row: Row) -> tuple[str, ...]:
+    if row.get("refused"):
+        return row["model"], row["asked"], f"refused: the least is {number(row['least'])}x", *["–"] * 6
+    choosing = sum(float(row[f"{part}_steps"]) for part in ("select", "apply", "forward"))
+    return (
+        row["model"], row["asked"], number(row["ratio"], ".3f"), number(row["off_points"], "+.1f"), row["steps"],
+        row["plans"], number(row["profile_steps"], ".0f"), number(row["probe_steps"], ".1f"), f"{choosing:.1f}",
+    )  # fmt: skip
+
+
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +227,7 @@ def build(folder: Path) -> dict[str, str]:
     pages["index.md"] = MADE + comparison(folder, pages)
     pages["time-model.md"] = MADE + time_model(folder, pages)
     pages["solver.md"] = MADE + solver(folder, pages)
+    pages["budget.md"] = MADE + budgets(folder)
     for profile in sorted(folder.glob("profile_*.json")):
         name = f"{profile.stem}.svg"
         pages[name] = costs(profile)

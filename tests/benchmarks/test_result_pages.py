@@ -58,6 +58,18 @@ def results(tmp_path: Path) -> Path:
         {"model": "resnet50", "measured_ratio": 0.5, "predicted_ratio": 0.51} | HERE,
         {"model": "vit", "measured_ratio": 0.7, "predicted_ratio": 0.69} | HERE,
     ])  # fmt: skip
+    kept = {"model": "resnet50", "batch": 4, "image": 96}
+    write(tmp_path / "elastic_budget_cpu_t1.csv", [
+        kept | {"asked": 0.5, "ratio": 0.4912, "off_points": -0.88, "steps": 160, "plans": 4, "profile_steps": 25.0,
+                "probe_steps": 24.5, "select_steps": 0.5, "apply_steps": 0.25, "forward_steps": 4.0} | HERE,
+        kept | {"asked": 0.9, "ratio": 0.93, "off_points": 3.0, "steps": 160, "plans": 4, "profile_steps": 0.0,
+                "probe_steps": 24.5, "select_steps": 0.5, "apply_steps": 0.25, "forward_steps": 4.0} | HERE,
+        kept | {"asked": 0.2, "refused": "too little", "least": 0.31} | HERE,
+    ])  # fmt: skip
+    write(tmp_path / "elastic_memory_cuda.csv", [
+        kept | {"policy": "elastic", "asked": 0.5, "peak_bytes": 2**29, "predicted_bytes": 2**28, "of_full": 0.55}
+        | HERE
+    ])  # fmt: skip
     write(tmp_path / "solver.csv", [
         {"instance": "chain", "tensors": 1000, "rho": 0.5, "memory": "", "solver": "select", "ms": 9.0,
          "score_of_best": 1.0} | HERE,
@@ -96,6 +108,11 @@ def test_every_figure_on_a_page_comes_from_its_row(results: Path) -> None:
     assert row_of(made["time-model.md"], "resnet50")[1:5] == ["1.2%", "5.0%", "20.0%", "40.0%"]
     assert [line for line in made["solver.md"].splitlines() if "published" in line and "90.00%" in line]
     assert "97.00%" in made["solver.md"]
+    budget = made["budget.md"]
+    assert row_of(budget, "resnet50")[1:] == ["0.5", "0.491", "-0.9", "160", "4", "25", "24.5", "4.8"]
+    assert "1 of 2 runs are within 2 points of what was asked; the most over: +3.0." in budget
+    assert "| refused: the least is 0.31x |" in budget
+    assert "| 512 | 256 | 55.0% |" in budget
     assert "NVIDIA H200" in index
     assert "abc1234" in index
 
@@ -145,7 +162,7 @@ def test_what_is_not_there_is_said_with_its_command(tmp_path: Path) -> None:
     made = pages.build(tmp_path)
     assert not [name for name in made if name.endswith(".svg")]
     for name, command in (("index.md", "benchmarks/paper.py"), ("time-model.md", "benchmarks/time_model.py"),
-                          ("solver.md", "make bench")):  # fmt: skip
+                          ("solver.md", "make bench"), ("budget.md", "benchmarks/elastic.py budget")):  # fmt: skip
         assert "has not been measured yet" in made[name]
         assert command in made[name]
 

@@ -67,6 +67,45 @@ def test_trap_14_tensors_with_and_without_state_step_together(
         torch.testing.assert_close(value, oracle.get_parameter(name), rtol=1e-6, atol=1e-6)
 
 
+class Forwarding(Optimizer):
+    """As accelerate wraps: an Optimizer by type that was never initialised as one, so it has no hooks of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("resting", ["keep", "drop"])
+def test_a_fused_optimizer_inside_a_frameworks_wrapper(resting: Any) -> None:
+    def made(wrap: Callable[[Optimizer], Optimizer], *, fused: bool) -> nn.Module:
+        model = net()
+        optimizer = wrap(SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused))
+        with apply(model, PLANS[0], optimizer=optimizer, resting_state=resting) as applied:
+            for seed, plan in enumerate(PLANS):
+                applied.update(plan)
+                optimizer.zero_grad()
+                backward(model, seed)
+                optimizer.step()
+        return model
+
+    wrapped, oracle = made(Forwarding, fused=True), made(lambda optimizer: optimizer, fused=False)
+    for name, value in wrapped.named_parameters():
+        torch.testing.assert_close(value, oracle.get_parameter(name), rtol=1e-6, atol=1e-6)
+
+
 def test_trap_14_is_real_on_this_torch() -> None:
     """The day this fails, runtime/fused.py can go."""
     model = net()

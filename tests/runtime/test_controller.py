@@ -12,7 +12,7 @@ import torch
 from loop_support import Machine, batches, chain_profile, cross_entropy, small_net
 from torch import nn
 
-from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, DataError, ProfileError
+from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, DataError, ProfileError, TrainingError
 from elastictrainer.profiling.cache import describe
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime import controller
@@ -246,6 +246,39 @@ def test_every_batch_is_trained_on_once_and_in_order() -> None:
             seen.append(next(i for i, b in enumerate(data) if b is batch))
             machine.rest_of_step(elastic.plan.trainable)  # type: ignore[union-attr]
     assert seen == list(range(10)) * 3
+
+
+def test_an_epoch_that_is_left_early_is_over() -> None:
+    """`break` after so many batches is how many loops make an epoch short; plans go on changing all the same."""
+    elastic, machine = make(interval=2, feedback=False)
+    for _ in range(5):
+        for number, _ in enumerate(elastic.epoch(machine.load(batches(10)))):
+            if number == 5:
+                break
+    assert [event["epoch"] for event in elastic.history] == [0, 2, 4]
+    assert [event["step"] for event in elastic.history] == [0, 12, 24]
+
+
+def test_an_epoch_that_a_state_was_in_goes_on() -> None:
+    elastic, machine = make(interval=2, feedback=False)
+    for number, _ in enumerate(elastic.epoch(machine.load(batches(10)))):
+        if number == 5:
+            state = elastic.state_dict()
+            break
+    again, machine = make(interval=2, feedback=False)
+    again.load_state_dict(state)
+    for data in (batches(4), batches(10), batches(10)):
+        list(again.epoch(machine.load(data)))
+    assert [event["step"] for event in again.history] == [0, 20]
+
+
+def test_a_loss_that_is_not_finite_in_a_probe_says_before_which_step() -> None:
+    elastic, machine = make(importance="gradient", interval="7steps")
+    data = batches(10)
+    data[8] = (torch.full_like(data[8][0], float("nan")), data[8][1])
+    with pytest.raises(TrainingError, match=r"in the probe before step 8: the loss of batches\[1\] is nan"):
+        for _ in elastic.epoch(machine.load(data)):
+            pass
 
 
 def test_probes_are_drawn_anew_and_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, DataError, TrainingError
 from elastictrainer.importance import IMPORTANCES
 from elastictrainer.policies import POLICIES
+from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime import checkpoint
-from elastictrainer.runtime.evaluate import evaluate, top1
+from elastictrainer.runtime.evaluate import Score, evaluate, top1
 from elastictrainer.runtime.loop import fit
 from elastictrainer.runtime.optimizers import make_optimizer
 from elastictrainer.runtime.result import Result
@@ -138,6 +139,7 @@ def test_every_policy_goes_through_the_one_loop(policy: str, tmp_path: Path) -> 
         assert result.steps == 36
     assert result.flops
     assert result.flops > 0
+    assert Profile.load(tmp_path / "run" / "profile.json").to_dict() == chain_profile(small_net()).to_dict()
 
 
 @pytest.mark.parametrize("importance", IMPORTANCES)
@@ -429,6 +431,13 @@ def test_resuming_a_finished_run_gives_its_result_and_weights(tmp_path: Path) ->
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), fresh.parameters()))
 
 
+def test_a_kill_just_before_the_report_leaves_it_to_the_next_session(tmp_path: Path) -> None:
+    result = run(tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()
+    assert run(tmp_path / "run", resume=True) == result
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", loss_fn=interrupt_at(15))
@@ -501,21 +510,44 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert checkpoint.Checkpoints(tmp_path / "run" / "checkpoint").load() is None
 
 
-def exhausted_at(call: int) -> Any:
+def exhausted_at(call: int, error: Exception) -> Any:
     calls = iter(range(1, 10_000))
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         if next(calls) == call:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise error
         return cross_entropy(model, batch)
 
     return loss_fn
 
 
-def test_out_of_memory_says_what_would_fit() -> None:
-    with pytest.raises(TrainingError, match=r"out of memory at step \d+: the plan .* would hold") as caught:
-        run(importance="magnitude", budget="0.9x", loss_fn=exhausted_at(25), feedback=False)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you ..."
+        ),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 17.94 GB)"),
+    ],
+    ids=["cuda", "python", "host", "cublas", "mps"],
+)
+def test_out_of_memory_says_what_would_fit_and_where_to_go_on(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(
+        TrainingError, match=r"out of memory at step \d+: the plan .* would hold .*; the last good checkpoint: .*save-"
+    ) as caught:
+        run(tmp_path / "run", importance="magnitude", budget="0.9x", loss_fn=exhausted_at(45, error), feedback=False)
     assert "memory='0MiB'" not in str(caught.value)
+
+
+def test_memory_that_the_system_really_refuses() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) + torch.empty(1 << 60).sum()
+
+    with pytest.raises(TrainingError, match="out of memory at step 1"):
+        run(importance="magnitude", loss_fn=loss_fn, feedback=False)
 
 
 def test_other_errors_pass_unchanged() -> None:
@@ -543,6 +575,34 @@ def test_a_full_disk_stops_with_one_line_and_keeps_the_checkpoint(
     assert "\n" not in str(caught.value)
     monkeypatch.undo()
     assert run(tmp_path / "run", epochs=9, resume=True).epochs == 9
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of file sizes are POSIX")
+def test_what_the_system_really_refuses_to_write(tmp_path: Path) -> None:
+    """The kernel stops the checkpoint's file half-way, as a full disk does."""
+    import resource
+
+    run_options: dict[str, Any] = {"epochs": 4, "checkpoint_every": "1h", "interval": 4}
+    run(tmp_path / "whole", **run_options)
+    size = (tmp_path / "whole" / "checkpoint" / "save-00000004" / "tensors.safetensors").stat().st_size
+    model = small_net()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(model: nn.Module, batch: Any) -> Tensor:
+        if len(list((tmp_path / "run" / "checkpoint").glob("save-*"))) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, hard))
+        return cross_entropy(model, batch)
+
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"File too large.*the one before \(save-00000002\) is kept"
+        ) as caught:
+            run(tmp_path / "run", model=model, loss_fn=limited, **run_options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "run" / "checkpoint").glob("*.tmp"))
+    assert run(tmp_path / "run", resume=True, **run_options).epochs == 4
 
 
 def test_a_data_set_that_vanishes_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:
@@ -580,6 +640,15 @@ def test_a_time_that_is_too_short_is_answered_with_a_time_for_the_run() -> None:
         run(budget="3s")
     assert caught.value.least is not None
     run(budget=f"{caught.value.least * 1.01}s")  # what it says would do, does
+
+
+@pytest.mark.parametrize("measure", ["loss", "metric"])
+def test_a_validation_of_nan_is_worse_than_any_other(measure: str) -> None:
+    nan = Score(float("nan"), float("nan") if measure == "metric" else None, 1)
+    number = Score(9.0, -9.0 if measure == "metric" else None, 1)
+    assert number.better_than(nan)
+    assert not nan.better_than(number)
+    assert not nan.better_than(nan)
 
 
 def test_loss_and_metric_of_a_validation_batch_share_a_forward_pass() -> None:

@@ -102,6 +102,19 @@ def test_drift_takes_two_pairs_and_more_than_what_was_stated() -> None:
     assert not within.drifted()
 
 
+@pytest.mark.parametrize("waited", [0.0, 5.0])
+def test_windows_that_were_all_waiting_or_pause_say_nothing_of_the_plan(waited: float) -> None:
+    """A loop whose whole body is a pause, or a clock too coarse for its steps."""
+    pace = started()
+    for _ in range(10):
+        pace.add(5, waited, waited)
+        pace.timed_forward(0.3)
+        assert not pace.changed
+        assert not pace.drifted()
+    assert pace.machine == 1.0
+    assert pace.steps == 50
+
+
 def test_a_new_profile_values_all_steps_so_far() -> None:
     pace = started()
     run(pace, 4, step_s=0.6)

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from loop_support import cross_entropy
+from loop_support import batches, cross_entropy, small_net
 from resume_worker import EPOCHS, train
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.loop import fit
 from elastictrainer.runtime.optimizers import OPTIMIZERS, make_optimizer
 from elastictrainer.runtime.run import Run
@@ -122,13 +123,37 @@ def test_deterministic_without_a_profile_takes_one_once_and_keeps_it(tmp_path: P
     assert same(train_unpriced(None, profile=folder / "profile.json"), model)
 
 
+def test_killed_before_the_first_checkpoint_other_threads_may_go_on(tmp_path: Path) -> None:
+    """The profile in the folder is of one thread; no plan that rested on it has survived."""
+
+    def attempt() -> None:
+        model = small_net()
+        fit(
+            model, make_optimizer("sgd", model.parameters(), lr=0.01), cross_entropy, batches(8), epochs=1, budget="1x",
+            policy="full", out=tmp_path / "run", resume=True, progress=False,
+        )  # fmt: skip
+
+    threads = torch.get_num_threads()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            kill_after(patch, 3)
+            with pytest.raises(Killed):
+                attempt()
+        assert (tmp_path / "run" / "profile.json").exists()
+        torch.set_num_threads(threads + 1)
+        attempt()
+    finally:
+        torch.set_num_threads(threads)
+    assert Profile.load(tmp_path / "run" / "profile.json").context["threads"] == threads + 1
+
+
 def train_unpriced(folder: Path | None, *, profile: Path | None = None) -> nn.Module:
     """Wide enough layers that passing gradients and making them take time to speak of."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Dropout(0.1), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(256, 3))
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.Dropout(0.1), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(512, 3))
     generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(64, 256, generator=generator), torch.arange(64) % 3) for _ in range(8)]
+    data = [(torch.randn(64, 512, generator=generator), torch.arange(64) % 3) for _ in range(8)]
     fit(
         model, make_optimizer("adam", model.parameters(), lr=1e-3), cross_entropy, data, epochs=4, budget="0.9x",
         interval="5steps", policy="random", probe_batches=2, deterministic=True, out=folder, resume=folder is not None,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrainer.errors import ConfigError
+from elastictrainer.runtime.exhausted import is_out_of_memory
 from elastictrainer.runtime.optimizer_copy import bring_home, plain_step, twin_of
 
 __all__ = ["trial_steps"]
@@ -43,9 +44,9 @@ def trial_steps(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor]) 
         try:
             with torch.no_grad():
                 step(twin)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot take a trial step: {error}; "
                 "use an importance that needs none, such as 'gradient' or 'fisher'"
@@ -98,7 +99,7 @@ def _copy_of(optimizer: Optimizer, piece: Sequence[nn.Parameter], memo: dict[int
     try:
         twin = twin_of(optimizer, contents, memo)
     except (TypeError, RuntimeError, AttributeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be copied for a trial step: {error}; "

@@ -17,6 +17,7 @@ from elastictrainer.runtime.compilation import Compilations
 from elastictrainer.runtime.fused import FusedStart
 from elastictrainer.runtime.lean import make_lean, make_plain
 from elastictrainer.runtime.norms import NormPolicy, check_norm_policy, release_statistics, set_statistics
+from elastictrainer.runtime.optimizer_copy import look_through
 from elastictrainer.runtime.reentrant import unwatch_checkpoints, watch_checkpoints
 from elastictrainer.runtime.rows import RowsStanding, check_channels
 from elastictrainer.runtime.state import RestingPolicy, RestingState, check_resting_policy
@@ -77,6 +78,8 @@ def apply(
     wrapped, model = model, unwrap(model)
     if _channels_of(plan) and isinstance(wrapped, nn.parallel.DistributedDataParallel):
         raise ConfigError("a plan with channels changes shapes, which DistributedDataParallel cannot follow; unwrap it")
+    # Hooks and state are the optimizer's own: a framework's wrapper (accelerate's) forwards to it and has neither.
+    optimizer = None if optimizer is None else look_through(optimizer)
     trainable, channels = _resolve(plan, model, optimizer)
     standing = _STANDING.get(model)
     if standing is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget
-from elastictrainer.errors import CheckpointError, ConfigError, DataError, ProfileError
+from elastictrainer.errors import CheckpointError, ConfigError, DataError, ProfileError, TrainingError
 from elastictrainer.importance import find_importance
 from elastictrainer.plan import Plan
 from elastictrainer.policies import Policy, find_policy
@@ -127,6 +127,7 @@ class Elastic:
         """Set by who rebuilds the network where the policy says that it shrinks: `et.fit`."""
         self._rebuilt = 0
         self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
+        self._loaded = False
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
         self._clock = clock
         self._compilations = Compilations()
@@ -145,6 +146,8 @@ class Elastic:
     def epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of one epoch, each to be trained on before the next is asked for; re-plans when due.
 
+        An epoch that the loop leaves early (`break`) is over; the rest of one that a loaded state was in goes on.
+
         Raises:
             DataError: the loader gave no batch at all.
             BudgetError: no plan fits; the least feasible budget is stated.
@@ -153,6 +156,9 @@ class Elastic:
             raise ConfigError(
                 f"policy {self.policy.name!r} rebuilds the network as it trains, which only et.fit does; use that"
             )
+        if self._epoch_step and not self._loaded:  # the last one was left at a `break`: this is another
+            self.epochs, self._epoch_step = self.epochs + 1, 0
+        self._loaded = False
         ahead = Lookahead(loader, clock=self._clock)
         with contextlib.suppress(TypeError):
             self._steering.steps_per_epoch = len(loader)  # type: ignore[arg-type]  # what has no length raises
@@ -351,10 +357,13 @@ class Elastic:
             return None
         assert self.profile is not None
         with self._charge("probe"):
-            scores: Mapping[str, float] = self.importance.fn(
-                self.model, self.optimizer, self.loss_fn, batches,
-                names=self.profile.names, scaler=self.scaler, seed=self.seed + 1_000_003 * len(self.history),
-            )  # fmt: skip
+            try:
+                scores: Mapping[str, float] = self.importance.fn(
+                    self.model, self.optimizer, self.loss_fn, batches,
+                    names=self.profile.names, scaler=self.scaler, seed=self.seed + 1_000_003 * len(self.history),
+                )  # fmt: skip
+            except TrainingError as error:
+                raise TrainingError(f"in the probe before step {self.steps + 1}: {error}") from error
         return from_first_rank(dict(scores))
 
     def _choose(self) -> Plan:
@@ -501,6 +510,7 @@ class Elastic:
                 f"the state is of policy {state['policy']!r}, and this controller's is {self.policy.name!r}"
             )
         self.undo()
+        self._loaded = True
         self.epochs, self.steps = state["epochs"], state["steps"]
         self._checked_epoch, self._epoch_step = state["checked_epoch"], state["epoch_step"]
         self._plan_epoch, self._plan_step = state["plan_epoch"], state["plan_step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,12 +30,13 @@ class Score:
     count: int
 
     def better_than(self, other: Score | None) -> bool:
-        """By the metric, or by the loss where there is none; a draw is not better."""
+        """By the metric, or by the loss where there is none; a draw is not better, and any number is than NaN."""
         if other is None:
             return True
+        mine, others = -self.loss, -other.loss
         if self.accuracy is not None and other.accuracy is not None:
-            return self.accuracy > other.accuracy
-        return self.loss < other.loss
+            mine, others = self.accuracy, other.accuracy
+        return mine > others or (math.isnan(others) and not math.isnan(mine))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,12 +17,13 @@ from elastictrainer.policies import Policy
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.adaptive import Keep
 from elastictrainer.runtime.evaluate import Metric
+from elastictrainer.runtime.exhausted import is_out_of_memory
 from elastictrainer.runtime.interval import Interval
 from elastictrainer.runtime.kept import KeptType
 from elastictrainer.runtime.result import Result
 from elastictrainer.runtime.run import Run
 from elastictrainer.runtime.settings import Settings
-from elastictrainer.runtime.stops import Interrupts, explain_memory, is_out_of_memory
+from elastictrainer.runtime.stops import Interrupts, explain_memory
 from elastictrainer.selection import Pin
 
 __all__ = ["fit"]
@@ -185,4 +186,5 @@ def fit(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise TrainingError(explain_memory(run.elastic, step=run.record.step + 1)) from error
+            story = explain_memory(run.elastic, step=run.record.step + 1)
+            raise TrainingError(f"{story}; {run.how_to_go_on('the last good checkpoint')}") from error

@@ -85,15 +85,15 @@ class Pace:
         """Account for a window of steps.
 
         `settling`: the window paid for things that happen once after a new plan (allocator, kernel choice,
-        compilation); it counts as spent but says nothing about the plan.
+        compilation); it counts as spent but says nothing about the plan. Nor does one that was all waiting or pause.
         """
         stretch = self.stretches[self.plan]
         stretch.steps += steps
         stretch.spent_s += elapsed_s
         stretch.wait_s += wait_s
-        if settling:
+        if settling or elapsed_s <= wait_s:
             return
-        self.windows = [*self.windows, max(elapsed_s - wait_s, 0.0) / steps / stretch.predicted_s][-MEMORY:]
+        self.windows = [*self.windows, (elapsed_s - wait_s) / steps / stretch.predicted_s][-MEMORY:]
         self._follow_machine()
 
     def timed_forward(self, seconds: float) -> None:

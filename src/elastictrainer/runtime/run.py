@@ -106,6 +106,7 @@ class Run:
             self.elastic.shrinking = True
             stack.callback(self.pruning.close)
         self._best_in_memory: dict[str, Tensor] | None = None
+        self._kept_profile: Profile | None = None
         notes = self._resume() if settings.resume and self.folder is not None else []
         self._saved_at = self._evaluated_at = clock()
         total = None
@@ -131,6 +132,8 @@ class Run:
         if find_policy(self.config["policy"]).shrinks:
             resize(self.model, weights)
         load_weights(self.model, weights)
+        if not (self.folder.path / "report.html").exists():  # killed when all but the page had been written
+            write_report(self.folder.path)
         return Result.from_dict(document)
 
     def _make_schedule(self) -> Any | None:
@@ -157,7 +160,9 @@ class Run:
                     f"budget {asked} is for all steps together, and the loader does not say how many there are"
                 )
             asked = Budget("seconds", asked.value / total)
-        if options["profile"] is None and self.settings.resume and self.folder is not None:
+        # Of a run killed before its first checkpoint the profile is all that is left. What rests on it bit by bit takes
+        # it again; otherwise a new one is better: the machine, or how much of it is used, may be another by now.
+        if options["profile"] is None and self.settings.resume and self.settings.deterministic and self.folder:
             kept = self.folder.read_json("profile.json")
             options["profile"] = Profile.from_dict(kept) if kept is not None else None
         options |= {
@@ -541,8 +546,9 @@ class Run:
     def _on_plan(self, event: dict[str, Any]) -> None:
         if self.folder is not None:
             profile = self.elastic.profile
-            if profile is not None and event["reason"] in ("first", "drift"):
+            if profile is not None and profile is not self._kept_profile:
                 self.folder.write_text("profile.json", profile.to_json())
+                self._kept_profile = profile
             self.folder.log("plans.jsonl", event)
 
     def _show(self) -> None:

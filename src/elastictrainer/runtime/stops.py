@@ -14,7 +14,7 @@ from elastictrainer.budget import format_bytes
 from elastictrainer.errors import BudgetError
 from elastictrainer.runtime.controller import Elastic
 
-__all__ = ["Interrupts", "explain_memory", "is_out_of_memory"]
+__all__ = ["Interrupts", "explain_memory"]
 
 
 class Interrupts:
@@ -42,13 +42,6 @@ class Interrupts:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """The device's allocator, the host's allocator (which has no error type of its own in torch), or python's."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def explain_memory(elastic: Elastic, *, step: int) -> str:
