@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastictrainer.data.libraries import Architecture, build
+from elastictrainer.data.libraries import Architecture, build, reads_values
 from elastictrainer.data.model_options import apply_module_options
 from elastictrainer.data.weights import one_line
 from elastictrainer.errors import ConfigError, ModelError
@@ -103,9 +103,9 @@ def _fit_size(
 def _forward_problem(model: nn.Module, size: int, classes: int) -> str | None:
     try:
         output = model.train()(torch.empty(2, 3, size, size, device="meta"))
-    except NotImplementedError:
-        return None  # an operation without a shape rule: it can only be seen with real numbers
     except Exception as error:
+        if reads_values(error):
+            return None  # an operation without a shape rule: it can only be seen with real numbers
         return one_line(error)
     if not isinstance(output, Tensor):
         return (
