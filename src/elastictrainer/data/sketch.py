@@ -38,12 +38,11 @@ class Sketch:
     ) -> Sketch:
         """Find the head by building for n and for n + 1 classes: it is what differs, whatever the network calls it."""
         classes = num_classes or 1000
-        sized = arguments
-        model, on_meta = _without_memory(architecture, classes, arguments)
-        if on_meta:
-            apply_module_options(model, settings)
-            sized, model = _fit_size(architecture, model, arguments, settings, size, classes)
-        other, _ = _without_memory(architecture, classes + 1, sized)
+
+        model = _without_memory(architecture, classes, arguments)
+        apply_module_options(model, settings)
+        sized, model = _fit_size(architecture, model, arguments, settings, size, classes)
+        other = _without_memory(architecture, classes + 1, sized)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         widths = {}
         for name, tensor in other.state_dict().items():
@@ -65,14 +64,14 @@ class Sketch:
         return None
 
 
-def _without_memory(architecture: Architecture, classes: int, arguments: dict[str, Any]) -> tuple[nn.Module, bool]:
+def _without_memory(architecture: Architecture, classes: int, arguments: dict[str, Any]) -> nn.Module:
     """A network on the meta device, where nothing is allocated; for real where its builder reads its own values."""
     try:
         with torch.device("meta"):
-            return build(architecture, classes, arguments), True
+            return build(architecture, classes, arguments)
     except NotImplementedError:
         with torch.random.fork_rng(devices=[]):
-            return build(architecture, classes, arguments), False
+            return build(architecture, classes, arguments)
 
 
 def _fit_size(
@@ -88,9 +87,9 @@ def _fit_size(
     if problem and architecture.size_argument not in arguments:
         sized = {**arguments, architecture.size_argument: size}
         try:
-            again, on_meta = _without_memory(architecture, classes, sized)
+            again = _without_memory(architecture, classes, sized)
             apply_module_options(again, settings)
-            if on_meta and _forward_problem(again, size, classes) is None:
+            if _forward_problem(again, size, classes) is None:
                 return sized, again
         except (ConfigError, ModelError):
             pass
@@ -102,7 +101,9 @@ def _fit_size(
 
 def _forward_problem(model: nn.Module, size: int, classes: int) -> str | None:
     try:
-        output = model.train()(torch.empty(2, 3, size, size, device="meta"))
+        device = next(model.parameters()).device  # meta, or the CPU where that could not be
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            output = model.train()(torch.zeros(2, 3, size, size, device=device))
     except Exception as error:
         if reads_values(error):
             return None  # an operation without a shape rule: it can only be seen with real numbers
