@@ -38,7 +38,6 @@ class Sketch:
     ) -> Sketch:
         """Find the head by building for n and for n + 1 classes: it is what differs, whatever the network calls it."""
         classes = num_classes or 1000
-
         model = _without_memory(architecture, classes, arguments)
         apply_module_options(model, settings)
         sized, model = _fit_size(architecture, model, arguments, settings, size, classes)
