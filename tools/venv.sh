@@ -8,11 +8,15 @@
 set -eu
 
 venv=${1:?usage: tools/venv.sh DIRECTORY}
-needed_kb=8000000 # torch comes with its CUDA libraries: 6 GB unpacked, and pip's downloads beside them
+needed_mb=8000 # torch comes with its CUDA libraries: 6 GB unpacked, and pip's downloads beside them
 
 fail() {
     echo "elastictrainer: $*" >&2
     exit 1
+}
+
+free_mb() {
+    df -Pk "$1" | awk 'NR == 2 { print int($4 / 1000) }'
 }
 
 # Where the checkout lies is part of it: an editable install and a venv's scripts hold absolute paths.
@@ -43,9 +47,9 @@ fi
     fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv)"
 
 if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null; then
-    free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
-    [ "$free_kb" -ge "$needed_kb" ] ||
-        fail "PyTorch needs $((needed_kb / 1000000)) GB of disk and $(pwd) has $((free_kb / 1000000)) GB free; make room and run this again"
+    free_mb=$(free_mb .)
+    [ "$free_mb" -ge "$needed_mb" ] ||
+        fail "PyTorch needs $((needed_mb / 1000)) GB of disk and $(pwd) has $((free_mb / 1000)) GB free; make room and run this again"
 fi
 
 if ! suitable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -59,8 +63,9 @@ export PIP_RETRIES="${PIP_RETRIES:-2}" # without a network five, the default, ta
 log=$venv/install.log
 if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >"$log" 2>&1; then
     if grep -qiE 'no space left|disk quota' "$log"; then
-        fail "the disk is full; make room and run this again"
-    elif grep -qiE 'name resolution|unreachable|connection (refused|reset|error)|connecttimeout|newconnectionerror|timed out' "$log"; then
+        fail "no room left on the disk: $(pwd) has $(free_mb .) MB free, ${TMPDIR:-/tmp}, where pip unpacks, $(free_mb "${TMPDIR:-/tmp}") MB; make room, or set TMPDIR to a folder that has some, and run this again"
+    # Every pip has its own words; that even the small build backend is nowhere says the same when it was told not to retry.
+    elif grep -qiE 'connection broken|unreachable|connection (refused|reset|error)|timed out|requirement hatchling.*from versions: none' "$log"; then
         fail "the package index cannot be reached; the first run needs the network (pip's own words are in $log)"
     fi
     tail -n 15 "$log" >&2

@@ -41,9 +41,10 @@ def test_a_system_that_does_not_tell_its_memory_is_no_failure(monkeypatch):
 
 
 def test_a_device_that_is_not_there_is_wrong_use(main):
-    code, _, err = main("doctor", "--quick", "--device", "abacus")
-    assert code == 2
-    assert "device 'abacus' cannot be used" in err
+    for name in ("abacus", "meta"):
+        code, _, err = main("doctor", "--quick", "--device", name)
+        assert code == 2
+        assert f"device '{name}' cannot be used" in err
 
 
 def test_deterministic_mode_is_really_tried():
@@ -90,3 +91,11 @@ def test_the_machine_is_prepared_the_same_way_twice(seed):
 
     with untouched(torch.nn.Identity()):
         assert draw() == draw()
+
+
+def test_a_seed_that_no_generator_takes_is_wrong_use():
+    from elastictrainer.cli.machine import prepare
+    from elastictrainer.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="below 2"):
+        prepare("cpu", seed=2**63)

@@ -146,3 +146,12 @@ def test_by_default_the_budget_is_the_runs(main: Run, folder: Path, tmp_path: Pa
     assert document["features"]["dtype"] == "int8"
     assert document["features"]["views"] == 1
     assert [plan["reason"] for plan in document["plans"]][:2] == ["head", "stage"]
+
+
+@pytest.mark.parametrize("data", ["builtin", "folder"])
+def test_statistics_follow_images_that_are_far_from_those_they_describe(data: str, folder: Path) -> None:
+    from elastictrainer.cli.workload import load
+
+    where = str(folder) if data == "folder" else data
+    work = load("torchvision/resnet18", where, image_size=32, batch_size=2, device=torch.device("cpu"))
+    assert work.norms == ("track" if data == "builtin" else "frozen")

@@ -120,6 +120,19 @@ def test_no_train(folder: Path) -> None:
     refuses(folder, "has test but no train folder")
 
 
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_a_split_without_classes(folder: Path, split: str) -> None:
+    shutil.rmtree(folder / split, ignore_errors=True)
+    (folder / split).mkdir()
+    refuses(folder, rf"{split}: no class folders; images go to {split}/CLASS/, or remove this folder")
+
+
+def test_no_name_is_not_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(DataError, match="data '': no such folder"):
+        load_images("", image_size=8, batch_size=2)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     refuses(tmp_path / "nowhere", "nowhere.*no such folder")
     refuses(tmp_path, "no class folders")

@@ -141,6 +141,7 @@ def test_a_recipe_with_unknown_keys_or_no_file_is_refused(tmp_path: Path) -> Non
         ("resnet18", {"normalize": "caffe"}, "'caffe' cannot be read"),
         ("resnet18", {"normalize": "0.5/0"}, "std above 0"),
         ("builtin", {"weights": "x.pth"}, "brings its own weights"),
+        ("resnet18", {"weights": ""}, "names no file"),
     ],
 )
 def test_wrong_use_is_one_line(name: str, kwargs: dict[str, object], words: str) -> None:

@@ -89,6 +89,7 @@ def test_a_file_without_head_or_counters_is_enough() -> None:
         ),
         (lambda s: s.update({"5.weight": torch.zeros(1)}), "5.weight has no place in the model"),
         (lambda s: s.update({"1.bias": torch.full((5,), torch.nan)}), "1.bias holds values that are not finite"),
+        (lambda s: s.update({"0.weight": s["0.weight"].to(torch.int8)}), "0.weight holds int8"),
     ],
 )
 def test_more_than_the_head_is_refused_by_name_and_nothing_is_touched(change: object, words: str) -> None:

@@ -44,3 +44,11 @@ def test_presets_hold_everything_they_are_given(name: str) -> None:
 def test_unknown_preset() -> None:
     with pytest.raises(ConfigError, match="'sgdm' is not one of sgd, adam, adamw"):
         make_optimizer("sgdm", [nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": float("inf")}, {"lr": float("nan")}, {"lr": -1.0}, {"lr": 0.1, "weight_decay": -1}]
+)
+def test_a_rate_that_is_none(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="finite number, 0 or more"):
+        make_optimizer("sgd", [nn.Parameter(torch.ones(1))], **wrong)

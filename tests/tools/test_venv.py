@@ -69,6 +69,32 @@ def test_no_room(checkout):
     assert not (checkout / ".venv").exists()
 
 
+@pytest.mark.parametrize(
+    ("pip_says", "line"),
+    [
+        ("connection broken by 'NewConnectionError('<...>: Failed to establish a new connection: [Errno -2] Name or "
+         "service not known')': /simple/hatchling/", "the package index cannot be reached"),
+        ("connection broken by 'NameResolutionError(\"HTTPSConnection(host='pypi.org', port=443): Failed to resolve "
+         "'pypi.org' ([Errno -2] Name or service not known)\")': /simple/hatchling/",
+         "the package index cannot be reached"),
+        ("ERROR: Could not find a version that satisfies the requirement hatchling>=1.25 (from versions: none)",
+         "the package index cannot be reached"),
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "set TMPDIR"),
+    ],
+    ids=["pip 23", "pip 26", "no retries", "no room"],
+)  # fmt: skip
+def test_what_pip_says_of_a_failure_becomes_one_line(checkout, pip_says, line):
+    """The words are those of real pips, from 23 (Python 3.11's own) to 26."""
+    (checkout / "words").write_text(pip_says + "\n")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    python = checkout / ".venv" / "bin" / "python"
+    failing = f'case "$*" in *"pip install"*) cat {checkout}/words >&2; exit 1;; esac'
+    python.write_text(f'#!/bin/sh\n{failing}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    path = program(checkout, "df", "echo head; echo /dev/x 9 9 9000000 50% /")
+    assert line in refused(run(checkout, PATH=path, PYTHON=sys.executable))
+
+
 def test_no_network(checkout):
     path = program(checkout, "df", "echo head; echo /dev/x 9 9 9000000 50% /")
     unreachable = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}

@@ -68,7 +68,10 @@ def _line(error: Exception) -> str:
             return str(error.format_message())
         context: Any = getattr(error, "ctx", None)
         where = context.command_path if context else where
-        message = f"{error.format_message().rstrip('.')} (see {where} --help)"
+        words = (
+            error.format_message().replace("Value error, ", "").rstrip(".")
+        )  # pydantic's, in newer releases of typer
+        message = f"{words} (see {where} --help)"
     elif isinstance(error, OSError) and error.strerror:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:

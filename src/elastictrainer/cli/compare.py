@@ -72,7 +72,7 @@ def compare(
     memory: options.Memory = None,
     pin: options.Pin = None,
     probe_batches: training.ProbeBatches = 6,
-    bn: options.Norms = "frozen",
+    bn: options.Norms = None,
     resting_state: training.RestingState = "keep",
     feedback: training.Feedback = True,
     deterministic: options.Deterministic = False,

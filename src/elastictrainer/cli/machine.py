@@ -25,6 +25,8 @@ def prepare(
     import numpy as np
     import torch
 
+    if seed >= 2**63:
+        raise ConfigError(f"seed {seed} is more than torch's generators take; use one below 2**63")
     if threads is not None:
         torch.set_num_threads(threads)
     if deterministic:
@@ -48,10 +50,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it computes nothing")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # torch says at length what a wrong name could have been, and says "not compiled with CUDA" by an assertion.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = reason.partition(". ")[0].rstrip(".")
         raise ConfigError(
             f"device {name!r} cannot be used: {reason}; `elastictrainer doctor` shows what there is"
         ) from error

@@ -178,8 +178,12 @@ Autocast = Annotated[
 ]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.", rich_help_panel=_TRAINING)]
 Norms = Annotated[
-    Literal["frozen", "track", "with_owner"],
-    typer.Option("--bn", help="What running statistics of norm layers do.", rich_help_panel=_BUDGET),
+    Literal["frozen", "track", "with_owner"] | None,
+    typer.Option(
+        "--bn",
+        help="What running statistics of norm layers do; else frozen, for the built-in images track.",
+        rich_help_panel=_BUDGET,
+    ),
 ]
 Policy = Annotated[
     str,

@@ -55,7 +55,7 @@ def profile(
     batch_size: options.BatchSize = 16,
     optimizer: options.Optimizer = "sgd",
     autocast: options.Autocast = None,
-    bn: options.Norms = "frozen",
+    bn: options.Norms = None,
     effort: Effort = 100,
     by: By = "blocks",
     sort: Sort = "network",
@@ -92,7 +92,8 @@ def profile(
         screen.say(line)
     steps = make_optimizer(optimizer, work.model.parameters(), lr=1e-3)
     loss = with_autocast(loss_fn, where, autocast)
-    made = measure(work.model.train(), loss, work.batch(), optimizer=steps, bn=bn, effort=effort, seed=seed)
+    network = work.model.train()
+    made = measure(network, loss, work.batch(), optimizer=steps, bn=bn or work.norms, effort=effort, seed=seed)
     if out is not None:
         write(out, made.to_json())
     if picture is not None:

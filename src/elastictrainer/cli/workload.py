@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,13 @@ class Workload:
     @property
     def model(self) -> nn.Module:
         return self.network.model
+
+    @property
+    def norms(self) -> Literal["frozen", "track"]:
+        """What running statistics do if nobody says: ImageNet's are so far from digits that training diverges."""
+        from elastictrainer.data.builtin import BUILTIN
+
+        return "track" if self.images.name == BUILTIN else "frozen"
 
     def batch(self) -> Any:
         """The first training batch."""

@@ -37,7 +37,8 @@ def folder_source(root: str | Path) -> Source:
     Costs one walk of the tree and a `stat` a file; no image is opened.
     """
     top = Path(root).expanduser()
-    if not top.is_dir():
+    # An empty name would be the current folder, which nobody meant.
+    if not str(root).strip() or not top.is_dir():
         raise DataError(f"data {str(root)!r}: no such folder; give an image folder, 'builtin' or 'torchvision:NAME'")
     entries = [entry.name for entry in _listing(top) if entry.is_dir()]
     for name in entries:
@@ -54,6 +55,8 @@ def folder_source(root: str | Path) -> Source:
         raise DataError(f"{folders['train']}: no class folders; images go to {folders['train'].name}/CLASS/")
     notes = []
     for split, here in found.items():
+        if not here:
+            raise DataError(f"{folders[split]}: no class folders; images go to {split}/CLASS/, or remove this folder")
         for name, scan in here.items():
             if name not in found["train"]:
                 example = f", for example {scan.files[0]}" if scan.files else ""

@@ -214,12 +214,23 @@ def build(architecture: Architecture, num_classes: int | None, arguments: dict[s
         raise
     except NotImplementedError:
         raise  # only raised on the meta device; the caller then builds for real
+    except RuntimeError as error:
+        if reads_values(error):
+            raise NotImplementedError(one_line(error)) from error
+        if not arguments:
+            raise
+        raise ModelError(f"{architecture.name} cannot be built with {arguments}: {one_line(error)}") from error
     except TypeError as error:
         raise ConfigError(f"{architecture.name} cannot be built with {arguments}: {one_line(error)}") from error
     except Exception as error:
         if not arguments:
             raise
         raise ModelError(f"{architecture.name} cannot be built with {arguments}: {one_line(error)}") from error
+
+
+def reads_values(error: Exception) -> bool:
+    """Whether this says that something read a number on the meta device; older torches call it a RuntimeError."""
+    return isinstance(error, NotImplementedError) or "cannot be called on meta tensors" in str(error)
 
 
 @functools.cache

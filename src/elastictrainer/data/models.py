@@ -207,6 +207,8 @@ def _open_weights(name: str, weights: str | Path | None) -> tuple[str | None, Re
         return str(file), recipe, read_weights(file)[0]
     if weights is None or weights == "default":
         return None, Recipe(), None
+    if not str(weights).strip():
+        raise ConfigError("weights '' names no file; give a .safetensors or .pth file, 'default' or nothing")
     path = Path(weights).expanduser()
     if path.suffix in (".yaml", ".yml", ".json"):
         recipe = read_recipe(path)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastictrainer.data.libraries import Architecture, build
+from elastictrainer.data.libraries import Architecture, build, reads_values
 from elastictrainer.data.model_options import apply_module_options
 from elastictrainer.data.weights import one_line
 from elastictrainer.errors import ConfigError, ModelError
@@ -38,12 +38,10 @@ class Sketch:
     ) -> Sketch:
         """Find the head by building for n and for n + 1 classes: it is what differs, whatever the network calls it."""
         classes = num_classes or 1000
-        sized = arguments
-        model, on_meta = _without_memory(architecture, classes, arguments)
-        if on_meta:
-            apply_module_options(model, settings)
-            sized, model = _fit_size(architecture, model, arguments, settings, size, classes)
-        other, _ = _without_memory(architecture, classes + 1, sized)
+        model = _without_memory(architecture, classes, arguments)
+        apply_module_options(model, settings)
+        sized, model = _fit_size(architecture, model, arguments, settings, size, classes)
+        other = _without_memory(architecture, classes + 1, sized)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         widths = {}
         for name, tensor in other.state_dict().items():
@@ -65,14 +63,14 @@ class Sketch:
         return None
 
 
-def _without_memory(architecture: Architecture, classes: int, arguments: dict[str, Any]) -> tuple[nn.Module, bool]:
+def _without_memory(architecture: Architecture, classes: int, arguments: dict[str, Any]) -> nn.Module:
     """A network on the meta device, where nothing is allocated; for real where its builder reads its own values."""
     try:
         with torch.device("meta"):
-            return build(architecture, classes, arguments), True
+            return build(architecture, classes, arguments)
     except NotImplementedError:
         with torch.random.fork_rng(devices=[]):
-            return build(architecture, classes, arguments), False
+            return build(architecture, classes, arguments)
 
 
 def _fit_size(
@@ -88,9 +86,9 @@ def _fit_size(
     if problem and architecture.size_argument not in arguments:
         sized = {**arguments, architecture.size_argument: size}
         try:
-            again, on_meta = _without_memory(architecture, classes, sized)
+            again = _without_memory(architecture, classes, sized)
             apply_module_options(again, settings)
-            if on_meta and _forward_problem(again, size, classes) is None:
+            if _forward_problem(again, size, classes) is None:
                 return sized, again
         except (ConfigError, ModelError):
             pass
@@ -102,10 +100,12 @@ def _fit_size(
 
 def _forward_problem(model: nn.Module, size: int, classes: int) -> str | None:
     try:
-        output = model.train()(torch.empty(2, 3, size, size, device="meta"))
-    except NotImplementedError:
-        return None  # an operation without a shape rule: it can only be seen with real numbers
+        device = next(model.parameters()).device  # meta, or the CPU where that could not be
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            output = model.train()(torch.zeros(2, 3, size, size, device=device))
     except Exception as error:
+        if reads_values(error):
+            return None  # an operation without a shape rule: it can only be seen with real numbers
         return one_line(error)
     if not isinstance(output, Tensor):
         return (

@@ -103,8 +103,8 @@ def load_tensors(
         skip: globs of the file's tensors to leave out; what they would have filled keeps its random start.
 
     Raises:
-        ModelError: when anything but the head is missing, left over, of another shape, or not finite, by name. The
-            model is untouched then.
+        ModelError: when anything but the head is missing, left over, of another shape, integers where the model has
+            fractions, or not finite, by name. The model is untouched then.
     """
     own = dict(model.state_dict())
     unmatched = [pattern for pattern in skip if not any(fnmatchcase(name, pattern) for name in tensors)]
@@ -132,6 +132,9 @@ def load_tensors(
             (mismatched if name in heads else problems).append(words)
             if name in heads:
                 fresh.append(name)
+        elif target.is_floating_point() and not source.is_floating_point():
+            # Quantised weights mean nothing without their scales; cast to float they would train from garbage.
+            problems.append(f"{name} holds {str(source.dtype).removeprefix('torch.')}, not floating-point numbers")
         elif not bool(torch.isfinite(source).all()):
             problems.append(f"{name} holds values that are not finite")
         else:

@@ -299,8 +299,10 @@ class Profile:
         """Read a profile that was saved as JSON, on this machine or another."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ProfileError(f"cannot read profile {str(path)!r}: {error}") from error
+        except OSError as error:
+            raise ProfileError(f"cannot read profile {str(path)!r}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ProfileError(f"cannot read profile {str(path)!r}: it is no text, let alone JSON") from error
         return cls.from_json(text)
 
     def __str__(self) -> str:

@@ -51,5 +51,7 @@ def _graphs() -> int:
 
 def _room() -> int:
     """How many plans' code fits before torch.compile gives up."""
-    limit = int(getattr(sys.modules["torch._dynamo.config"], "recompile_limit", 8))
+    config = sys.modules["torch._dynamo.config"]
+    # Its name before torch 2.7 is the second one.
+    limit: int = getattr(config, "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit", 8)
     return max(1, limit // GRAPHS_PER_PLAN)

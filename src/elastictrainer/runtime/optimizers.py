@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -55,10 +56,13 @@ def make_optimizer(
     Give it every tensor that may ever train: what trains now is the plan's to say.
 
     Raises:
-        ConfigError: no such preset.
+        ConfigError: no such preset, or a rate or decay that is no finite number from 0 on.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(
             f"optimizer {name!r} is not one of {', '.join(OPTIMIZERS)}; build any other yourself and use et.fit"
         )
+    for what, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{what} {value} must be a finite number, 0 or more")
     return OPTIMIZERS[name](params, lr=lr, weight_decay=weight_decay)
