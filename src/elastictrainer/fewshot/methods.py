@@ -115,10 +115,10 @@ def _elastic(task: Task) -> Plan:
     profile = prices.by_macs
     share = 1.0 if ceilings.compute is None else parse_share(ceilings.compute)
     memory = None if ceilings.memory is None else profile.memory.base_bytes + parse_bytes(ceilings.memory)
-    found = select(profile, task.scores(), budget=Budget("ratio", share), memory=memory, pin=())
+    scores = task.scores()
+    found = select(profile, scores, budget=Budget("ratio", share), memory=memory, pin=())
     chosen = set(found.trainable)
     # The solver's memory is a peak, in which gradients come as saved activations go; the ceiling is on all together.
-    scores = task.scores()
     for name in sorted(chosen, key=lambda name: scores[name]):
         if ceilings.memory is None or prices.spent(chosen).nbytes <= parse_bytes(ceilings.memory):
             break

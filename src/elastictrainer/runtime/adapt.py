@@ -21,16 +21,18 @@ from elastictrainer.fewshot.heads import Prototypes, Queries
 from elastictrainer.metrics.timing import synchronize
 from elastictrainer.plan import Plan
 from elastictrainer.runtime.apply import apply
-from elastictrainer.runtime.remember import Remembered
+from elastictrainer.runtime.divided import Divided
 
 __all__ = ["Adapted", "adapt"]
+
+SUPPORT_AT_ONCE = 64  # forward alone, of which nothing is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
     """How an adaptation went: the pseudo-queries' loss at each step, and the seconds of all steps together.
 
-    `remembered_bytes` were kept of the support images' forward pass, not to run it again.
+    `remembered_bytes` were kept to go faster: what crosses of the support images, and folded weights.
     """
 
     losses: tuple[float, ...]
@@ -66,7 +68,8 @@ def adapt(
         TrainingError: the loss is not finite.
 
     Cost: a step is forward and backward of a view of each support image, and a forward pass of these images through
-    what trains and all that follows (see `runtime/remember.py`).
+    what trains and all that follows. What comes before runs without autograd, for views at each step and for the
+    images once (see `runtime/divided.py`).
     """
     model.eval()
     if plan is None or not plan.trainable:
@@ -77,14 +80,19 @@ def adapt(
         stack.enter_context(apply(model, plan, optimizer=optimizer, bits=bits))
         synchronize(device)
         start = time.perf_counter()
-        remembered = Remembered(model, support[:1])
+        few = Queries(support[:2], labels[:2], head.of(model, support[:2], labels[:2], ways))
+        divided = Divided(model, head, few)
+        parts = support.split(SUPPORT_AT_ONCE)
+        ahead = [divided.ahead(part) for part in parts]
         for step in range(steps):
-            prototypes = remembered.again(lambda: head.of(model, support, labels, ways))
-            queries = views(step)
+            with torch.no_grad():
+                features = [divided.features(part, crossing) for part, crossing in zip(parts, ahead)]
+                prototypes = head.means(torch.cat(features), labels, ways)
             optimizer.zero_grad(set_to_none=True)
             total = torch.zeros((), device=device)
-            for x, y in zip(queries.split(batch_size), labels.split(batch_size)):
-                loss = head.loss(model, Queries(x, y, prototypes)) * (len(y) / len(labels))
+            for x, y in zip(views(step).split(batch_size), labels.split(batch_size)):
+                with divided.rest(divided.ahead(x)):
+                    loss = head.loss(model, Queries(x, y, prototypes)) * (len(y) / len(labels))
                 loss.backward()
                 total += loss.detach()
             optimizer.step()
@@ -96,4 +104,5 @@ def adapt(
     wrong = next((step for step, value in enumerate(values) if not math.isfinite(value)), None)
     if wrong is not None:
         raise TrainingError(f"the loss is {values[wrong]} at step {wrong + 1}; a lower learning rate may help")
-    return Adapted(values, elapsed, remembered.nbytes)
+    kept = sum(x.numel() * x.element_size() for crossing in ahead for x in crossing)
+    return Adapted(values, elapsed, kept + divided.nbytes)
