@@ -65,7 +65,7 @@ Method = Annotated[
     typer.Option(
         "--method",
         callback=check_one,
-        help="none, full, last, bias, sparse_update, elastic or tinytrain.",
+        help="none, full, last, bias, sparse_update, elastic or tinytrain (tinytl: in fewshot).",
         rich_help_panel=_PLAN,
     ),
 ]

@@ -45,9 +45,15 @@ def adapt_folder(
     """The result as `result.json` holds it, and how the network did before and after.
 
     Raises:
+        ConfigError: the method adds modules to the network.
         DataError: fewer than two classes, a class with a single image.
         BudgetError: a ceiling is too low; the least that works is stated.
     """
+    if find_method(method).lite:
+        raise ConfigError(
+            f"{method} adds modules to the network, which its weights file could not hold; compare it with "
+            "`elastictrainer fewshot`, or adapt by --method bias"
+        )
     shape = load_model(model, weights=weights, image_size=image_size, model_options=model_options, normalize=normalize)
     # Where the images come in splits, those of train: a test set is not for learning.
     bank = Bank(

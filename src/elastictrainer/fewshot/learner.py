@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from elastictrainer.backward import BackwardPrices
 from elastictrainer.data.episodes import Bank, Episode
 from elastictrainer.errors import ConfigError
 from elastictrainer.fewshot.heads import Prototypes, Queries
+from elastictrainer.fewshot.lite import lite_residuals
 from elastictrainer.fewshot.methods import Ceilings, Method, Task
 from elastictrainer.importance import elastic
 from elastictrainer.importance.potential import Potential, fisher_potential
@@ -102,10 +105,27 @@ class Learner:
     ) -> Outcome:
         """Learn the task: plan (for methods that plan by the task), adapt, be judged on its queries.
 
-        `on_plan` is called once there is a plan, before anything trains.
+        `on_plan` is called once there is a plan, before anything trains. What a method adds to the network (lite
+        residual modules) is off again afterwards.
         """
-        support, labels = self.bank.images(episode.support), self._labels(episode.support_labels)
         _ = self.prices, self.plain  # of the network, not of the task
+        with self._extended(method):
+            return self._learn(method, episode, index, on_plan)
+
+    def _extended(self, method: Method) -> AbstractContextManager[object]:
+        if not method.lite:
+            return nullcontext()
+        return lite_residuals(self.model, self.bank.images(np.zeros(1, dtype=np.int64)), seed=self.settings.seed)
+
+    @cached_property
+    def _lite_prices(self) -> BackwardPrices:
+        """With lite residual modules on."""
+        return self._price(bits=True)
+
+    def _learn(self, method: Method, episode: Episode, index: int, on_plan: Callable[[], None]) -> Outcome:
+        support, labels = self.bank.images(episode.support), self._labels(episode.support_labels)
+        if method.lite:
+            _ = self._lite_prices
         synchronize(support.device)
         start = time.perf_counter()
         plan = self.plan(method, episode, index, support, labels)
@@ -137,7 +157,7 @@ class Learner:
         def potential() -> Potential:
             return fisher_potential(self.model, self.head.loss, [batch()])
 
-        prices = self.prices if method.bits else self.plain
+        prices = self._lite_prices if method.lite else self.prices if method.bits else self.plain
         task = Task(prices, self.ceilings, potential, scores, self.scheme)
         plan = method.plan(task)
         if plan is not None:

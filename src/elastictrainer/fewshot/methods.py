@@ -6,6 +6,7 @@ none: prototypes of the network as it is; nothing trains
 full: everything trains, whatever the ceilings
 last: the last layer before the features trains
 bias: biases alone train, for which no activation is kept
+tinytl: biases and lite residual modules, a small path beside each block, train
 sparse_update: a scheme that was searched offline trains, the same for every task
 elastic: the tensors worth most by gradient times update, by the exact solver
 tinytrain: the layers and channels worth most by Fisher potential
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from elastictrainer.backward import BackwardPrices
 from elastictrainer.budget import Budget, parse_bytes, parse_share
 from elastictrainer.errors import ConfigError
+from elastictrainer.fewshot.lite import LITE
 from elastictrainer.importance.potential import Potential
 from elastictrainer.plan import Plan
 from elastictrainer.selection import select, select_channels
@@ -52,6 +54,7 @@ class Method:
     """`within`: it keeps the ceilings. `once`: its plan does not depend on the task.
 
     `bits`: ReLUs keep bits for it. Full training is left as PyTorch does it, which is what everyone compares with.
+    `lite`: it adds lite residual modules to the network.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Method:
     within: bool = True
     once: bool = False
     bits: bool = True
+    lite: bool = False
 
 
 def find_method(name: str) -> Method:
@@ -96,6 +100,11 @@ def _bias(task: Task) -> Plan:
     graph = task.prices.profile.graph
     chosen = {t.name for t in graph.tensors if len(t.shape) == 1 and t.name.rpartition(".")[2] == "bias"}
     return plan_of(task.prices, chosen, note="bias")
+
+
+def _tinytl(task: Task) -> Plan:
+    lite = {name for name in task.prices.profile.names if f".{LITE}." in f".{name}"}
+    return plan_of(task.prices, {*_bias(task).trainable, *lite}, note="tinytl")
 
 
 def _tinytrain(task: Task) -> Plan:
@@ -139,6 +148,15 @@ METHODS: dict[str, Method] = {
             _bias,
             within=False,
             once=True,
+        ),
+        Method(
+            "tinytl",
+            "biases and lite residual modules, a small path beside each block, train",
+            "Cai et al., TinyTL, NeurIPS 2020; its modules are not pretrained here",
+            _tinytl,
+            within=False,
+            once=True,
+            lite=True,
         ),
         Method(
             "sparse_update",

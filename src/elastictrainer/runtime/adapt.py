@@ -25,7 +25,7 @@ from elastictrainer.runtime.divided import Divided
 
 __all__ = ["Adapted", "adapt"]
 
-SUPPORT_AT_ONCE = 64  # forward alone, of which nothing is kept
+AT_ONCE = 64  # images of a forward pass that keeps nothing: as many as `Prototypes.of` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,23 @@ def adapt(
         start = time.perf_counter()
         few = Queries(support[:2], labels[:2], head.of(model, support[:2], labels[:2], ways))
         divided = Divided(model, head, few)
-        parts = support.split(SUPPORT_AT_ONCE)
+        parts = support.split(AT_ONCE)
         ahead = [divided.ahead(part) for part in parts]
+        group = batch_size * max(1, AT_ONCE // batch_size)
         for step in range(steps):
             with torch.no_grad():
                 features = [divided.features(part, crossing) for part, crossing in zip(parts, ahead)]
                 prototypes = head.means(torch.cat(features), labels, ways)
             optimizer.zero_grad(set_to_none=True)
             total = torch.zeros((), device=device)
-            for x, y in zip(views(step).split(batch_size), labels.split(batch_size)):
-                with divided.rest(divided.ahead(x)):
-                    loss = head.loss(model, Queries(x, y, prototypes)) * (len(y) / len(labels))
-                loss.backward()
-                total += loss.detach()
+            for images, answers in zip(views(step).split(group), labels.split(group)):
+                crossing = divided.ahead(images)
+                for first in range(0, len(images), batch_size):
+                    x, y = images[first : first + batch_size], answers[first : first + batch_size]
+                    with divided.rest(divided.some(crossing, first, len(y), of=len(images))):
+                        loss = head.loss(model, Queries(x, y, prototypes)) * (len(y) / len(labels))
+                    loss.backward()
+                    total += loss.detach()
             optimizer.step()
             losses.append(total)  # read at the end: a look at it would make the host wait for the device
         synchronize(device)

@@ -4,7 +4,8 @@ The backward of ReLU and ReLU6 asks of each output only whether it lay strictly 
 whose aim is memory, modules of exactly these two types pack theirs, so gradients stay bit-equal to PyTorch's at a 32nd
 of the bytes (float32). The output is then held only by who else needs it.
 
-Costs a few passes over one byte an element, forward and backward: some percent of a convolution's time. Left out, as
+Costs a few passes over one byte an element, forward and backward, some percent of a convolution's time, and in backward
+the mask as numbers while it is applied. Left out, as
 plain PyTorch: compiled code, `torch.func` transforms, subclasses, and ReLUs called as functions.
 """
 

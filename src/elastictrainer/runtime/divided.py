@@ -74,6 +74,12 @@ class Divided:
         # Plain tensors in the plain layout: autograd keeps none that was made in inference mode.
         return [x.clone(memory_format=torch.contiguous_format) for x in self._prefix.collect(self.head.loss, blank)]
 
+    @staticmethod
+    def some(crossing: list[Tensor], first: int, count: int, *, of: int) -> list[Tensor]:
+        """Of what was given for `of` images, that for `count` of them; copies, since what follows may work in place."""
+        rows = [len(x) // of for x in crossing]
+        return [x[first * n : (first + count) * n].clone() for x, n in zip(crossing, rows)]
+
     @contextmanager
     def rest(self, crossing: list[Tensor]) -> Iterator[None]:
         """Inside, a forward pass of the images that `ahead` was given takes what it gave, and works it over."""
