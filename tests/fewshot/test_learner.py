@@ -88,7 +88,7 @@ def test_every_method_learns_within_its_ceilings_and_is_forgotten(bank: Bank, na
     images = bank.images(np.arange(3))
     labels = torch.tensor([0, 1, 2])
     prototypes = one.head.of(one.model, images, labels, 4)
-    with one._extended(method), apply(one.model, outcome.plan, bits=method.bits):
+    with one.extended(method), apply(one.model, outcome.plan, bits=method.bits):
         held = held_bytes(lambda: one.head.loss(one.model, Queries(images, labels, prototypes)), one.model)
     assert held == pytest.approx(spent.saved_bytes, rel=0.02, abs=512)  # the head is priced for another number of ways
 

@@ -109,10 +109,11 @@ class Learner:
         residual modules) is off again afterwards.
         """
         _ = self.prices, self.plain  # of the network, not of the task
-        with self._extended(method):
+        with self.extended(method):
             return self._learn(method, episode, index, on_plan)
 
-    def _extended(self, method: Method) -> AbstractContextManager[object]:
+    def extended(self, method: Method) -> AbstractContextManager[object]:
+        """Inside, the network has what the method adds to it."""
         if not method.lite:
             return nullcontext()
         return lite_residuals(self.model, self.bank.images(np.zeros(1, dtype=np.int64)), seed=self.settings.seed)

@@ -106,9 +106,14 @@ class _KnownCalls(TorchFunctionMode):
 def convolution_saving(weight: Tensor) -> saved_tensors_hooks:
     """Inside, a convolution by a weight of this size keeps its input's geometry alone."""
     # Saved are the input and the weight, after autocast: neither need be the tensor that was passed. The weight is
-    # known by its size; an input that happens to have that size is simply kept.
-    size = weight.numel()
-    return saved_tensors_hooks(lambda saved: saved if saved.numel() == size else _geometry(saved), _restore)
+    # known by its size and its first dimension: at batch 1, a depthwise layer's input may be as large as its weight. An
+    # input that has both is simply kept.
+    size, first = weight.numel(), weight.shape[0]
+
+    def pack(saved: Tensor) -> Tensor | Geometry:
+        return saved if saved.numel() == size and saved.shape[0] == first else _geometry(saved)
+
+    return saved_tensors_hooks(pack, _restore)
 
 
 def _norm_saving() -> saved_tensors_hooks:
