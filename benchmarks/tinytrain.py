@@ -2,7 +2,7 @@
 
     python benchmarks/tinytrain.py episodes --domains flowers102,omniglot --episodes 100 --device cuda \
         --data ../shared/data --weights ../shared/weights [--meta runs/meta]
-    python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin --data ../shared/data --weights ../shared/weights
+    python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin --data ../shared/data
     python benchmarks/tinytrain.py layers --threads 1
 
 episodes: every method on every task from the same network, images, views and batch, in turns, beginning with another
@@ -11,8 +11,8 @@ classes, never of the domains it is judged on. With `--meta DIR`, again with the
 `elastictrainer metatrain`). Batch sizes are what backward holds at once; every method has the same. `versus_full` is
 the median over tasks of (deciding + training) seconds over full training's on the same task, the first task left out.
 
-memory: bytes of backward for every method at each batch size and at 100, stated and really held, over full training's at
-the same batch and, as the paper has it, over full training's at 100.
+memory: bytes of backward for every method at each batch size and at 100, stated and really held, over full training's
+at the same batch and, as the paper has it, over full training's at 100.
 
 layers: seconds of each layer's backward with a quarter of its channels over dense, both in plain blocks that take
 turns; medians. What the plans' speed rests on.
@@ -98,7 +98,9 @@ def episodes_suite(args: argparse.Namespace) -> None:
 
 def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, args: argparse.Namespace) -> list[Row]:
     head = Prototypes(last_linear(loaded.model, loaded.head))
-    settings = Settings(steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed)
+    settings = Settings(
+        steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed, head=args.head
+    )
     ceilings = Ceilings(args.memory, args.compute)
     varied: dict[str, Any] = {"ways": None, "shots": None} if args.varied else {"ways": args.ways, "shots": args.shots}
     source = Learner(loaded.model, head, bank_of(args.source, loaded, args), settings=settings, ceilings=ceilings)
@@ -126,7 +128,8 @@ def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, arg
                 {
                     **where(args.device), "seed": args.seed, "model": name, "meta": meta, "domain": domain,
                     "method": summary.method, "episodes": summary.accuracy.count, "steps": args.steps,
-                    "optimizer": args.optimizer, "lr": rates[summary.method], "batch_size": batch_size,
+                    "optimizer": args.optimizer, "head": args.head, "lr": rates[summary.method],
+                    "batch_size": batch_size,
                     "image_size": loaded.image_size, "ways": varied["ways"], "shots": varied["shots"],
                     "accuracy": summary.accuracy.mean, "half": summary.accuracy.half,
                     "memory": args.memory, "compute": args.compute,
@@ -209,8 +212,8 @@ def _peak(learner: Learner, method: Method, episode: Episode, support: torch.Ten
 def memory_suite(args: argparse.Namespace) -> None:
     """Bytes and multiply-adds of each method's backward, stated and held, at every batch size. No seconds, no accuracy.
 
-    `versus_full` is at the same batch. `times_less_than_full_100` sets the method at its batch against full training at 100
-    images, as the paper's 1,098x does for TinyTrain at 1: most of that is the batch.
+    `versus_full` is at the same batch. `times_less_than_full_100` sets the method at its batch against full training at
+    100 images, as the paper's 1,098x does for TinyTrain at 1: most of that is the batch.
     """
     rows: list[Row] = []
     for name in args.models.split(","):
@@ -346,6 +349,7 @@ def main() -> None:
     parser.add_argument("--tune-episodes", type=int, default=10)
     parser.add_argument("--search-episodes", type=int, default=5)
     parser.add_argument("--varied", action="store_true")
+    parser.add_argument("--head", default="prototypes", help="or linear")
     parser.add_argument("--ways", type=int, default=5)
     parser.add_argument("--shots", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)

@@ -39,6 +39,15 @@ class Spent:
         """All that the memory ceiling is about."""
         return self.saved_bytes + self.gradient_bytes + self.state_bytes + self.copy_bytes
 
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.saved_bytes + other.saved_bytes,
+            self.gradient_bytes + other.gradient_bytes,
+            self.state_bytes + other.state_bytes,
+            self.copy_bytes + other.copy_bytes,
+            self.macs + other.macs,
+        )
+
     def __str__(self) -> str:
         return f"{format_bytes(self.nbytes)} and {self.macs / 1e6:.4g}M multiply-adds backward"
 

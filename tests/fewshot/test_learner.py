@@ -114,6 +114,37 @@ def test_lite_residuals_train_and_start_at_nothing_and_leave_no_trace(bank: Bank
         pass
 
 
+def test_a_linear_head_begins_as_prototypes_and_trains_within_the_ceilings(bank: Bank) -> None:
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    by_means, linear = learner(bank), learner(bank, head="linear")
+    for name in ("tinytrain", "full"):
+        method = find_method(name)
+        a, b = by_means.solve(method, episode, 0), linear.solve(method, episode, 0)
+        assert b.losses[0] == pytest.approx(a.losses[0])
+        assert b.losses[-1] != a.losses[-1]
+        assert b.answers is not None
+        start = linear.head.of(linear.model, bank.images(episode.support), torch.tensor(episode.support_labels), 4)
+        assert not torch.equal(b.answers, start)
+        # What is stated is what is held, the unit features for the head's own gradient included.
+        images, answers = bank.images(np.arange(3)), b.answers.clone().requires_grad_()
+        with apply(linear.model, b.plan, bits=method.bits):  # type: ignore[arg-type]
+            batch = Queries(images, torch.tensor([0, 1, 2]), answers)
+            held = held_bytes(lambda batch=batch: linear.head.loss(linear.model, batch), linear.model)
+        spent, full = b.plan.backward, b.plan.full_backward  # type: ignore[union-attr]
+        assert held == pytest.approx(spent.saved_bytes, rel=0.02, abs=512)
+        if name == "tinytrain":
+            assert spent.nbytes <= parse_bytes("20KiB")
+            assert spent.macs <= 0.4 * full.macs
+        else:
+            assert spent == full
+    with pytest.raises(BudgetError, match="the linear head alone takes"):
+        Learner(
+            by_means.model, by_means.head, bank, settings=Settings(head="linear"), ceilings=Ceilings("500B", None)
+        ).solve(find_method("tinytrain"), episode, 0)
+    with pytest.raises(ConfigError, match="head 'cosine' is not one of"):
+        Settings(head="cosine")
+
+
 def test_micro_batches_add_up_to_the_same_step(bank: Bank) -> None:
     episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(1)
     losses = [
@@ -127,7 +158,8 @@ def test_micro_batches_add_up_to_the_same_step(bank: Bank) -> None:
 def test_prototypes_in_the_head_answer_as_they_did(bank: Bank) -> None:
     one = learner(bank)
     episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
-    prototypes = one.prototypes(episode)
+    labels = torch.tensor(episode.support_labels)
+    prototypes = one.head.of(one.model, bank.images(episode.support), labels, 4)
     images = bank.images(episode.query)
     with torch.no_grad():
         by_cosine = one.head.logits(one.model, images, prototypes).argmax(1)

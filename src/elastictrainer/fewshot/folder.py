@@ -93,7 +93,8 @@ def adapt_folder(
         start = time.perf_counter()
         after = learner.learn(find_method(method), task, 0, on_plan=begin)
         eval_s = time.perf_counter() - start - after.decide_s - after.steps_s
-        head.into_head(network.model, learner.prototypes(task))
+        assert after.answers is not None
+        head.into_head(network.model, after.answers)
         result = _result(after, before, settings, config, out, device, eval_s).to_dict()
         _write(opened[0], after, network, result)
     return result, before, after

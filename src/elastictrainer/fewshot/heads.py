@@ -12,7 +12,12 @@ from torch.nn import functional as F
 from elastictrainer.errors import ModelError
 from elastictrainer.runtime.patch import replaced
 
-__all__ = ["Prototypes", "Queries", "last_linear"]
+__all__ = ["HEADS", "Prototypes", "Queries", "last_linear"]
+
+HEADS = {
+    "prototypes": "the nearest class mean, recomputed at each step",
+    "linear": "a linear layer that begins as the class means and trains with the rest",
+}
 
 SCALE = 10.0  # of cosine similarity before the softmax, as in Hu et al., CVPR 2022, which TinyTrain adapts by
 

@@ -19,9 +19,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from elastictrainer.backward import BackwardPrices
+from elastictrainer.backward import BackwardPrices, Spent
 from elastictrainer.budget import Budget, parse_bytes, parse_share
-from elastictrainer.errors import ConfigError
+from elastictrainer.errors import BudgetError, ConfigError
 from elastictrainer.fewshot.lite import LITE
 from elastictrainer.importance.potential import Potential
 from elastictrainer.plan import Plan
@@ -36,6 +36,27 @@ class Ceilings:
 
     memory: str | int | None = "1MiB"
     compute: str | float | None = "15%"
+
+    def less(self, head: Spent, full_macs: int) -> Ceilings:
+        """What a head that trains whatever happens leaves to the layers.
+
+        Raises:
+            BudgetError: nothing.
+        """
+        if not head.nbytes:
+            return self
+        memory, compute = self.memory, self.compute
+        if memory is not None:
+            memory = parse_bytes(memory) - head.nbytes
+        if compute is not None:
+            compute = parse_share(compute) * (1 + head.macs / full_macs) - head.macs / full_macs
+        if (memory is not None and int(memory) <= 0) or (compute is not None and float(compute) <= 0):
+            raise BudgetError(
+                f"memory {self.memory} and compute {self.compute} are below what the linear head alone takes "
+                f"({head}); raise them, or use head 'prototypes'",
+                least=float(head.nbytes),
+            )
+        return Ceilings(memory, compute)
 
 
 @dataclass(frozen=True, slots=True)
