@@ -60,7 +60,7 @@ Row = dict[str, Any]
 def network(name: str, args: argparse.Namespace, *, meta: bool) -> LoadedModel:
     if meta:
         return load_model(
-            name if name == "builtin" else f"torchvision/{name}",
+            "timm/tf_efficientnet_lite0" if name == "builtin" else f"torchvision/{name}",
             weights=args.meta / name / "model.safetensors",
             image_size=args.image_size,
         )
