@@ -24,7 +24,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,13 +90,17 @@ def episodes_suite(args: argparse.Namespace) -> None:
             loaded = network(name, args, meta=meta)
             loaded.model.to(args.device)
             for batch_size in map(int, args.batch_sizes.split(",")):
-                rows += one_network(name, loaded, batch_size, meta, args)
-                write_csv(args.out, rows)
+                for found in one_network(name, loaded, batch_size, meta, args):
+                    rows += found
+                    write_csv(args.out, rows)
     shown = ("model", "meta", "batch_size", "domain", "method", "accuracy", "half", "backward_share", "versus_full")
     print_table(rows, shown)
 
 
-def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, args: argparse.Namespace) -> list[Row]:
+def one_network(
+    name: str, loaded: LoadedModel, batch_size: int, meta: bool, args: argparse.Namespace
+) -> Iterator[list[Row]]:
+    """The rows of each domain."""
     head = Prototypes(last_linear(loaded.model, loaded.head))
     settings = Settings(
         steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed, head=args.head
@@ -114,8 +118,8 @@ def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, arg
         scheme = find_scheme(source, tuning, args.search_episodes)
         source.scheme = scheme
         rates["sparse_update"] = tune(source, "sparse_update", tuning, args)
-    rows = []
     for domain in args.domains.split(","):
+        rows: list[Row] = []
         bank = bank_of(domain, loaded, args)
         learner = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings, scheme=scheme)
         tasks = Episodes(bank.labels, **varied, seed=args.seed)
@@ -143,7 +147,7 @@ def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, arg
                 }
             )  # fmt: skip
             print(f"{name} meta={meta} {domain} {summary.method}: {summary.accuracy}", file=sys.stderr)
-    return rows
+        yield rows
 
 
 def tune(learner: Learner, method: str, tasks: Episodes, args: argparse.Namespace) -> float:
