@@ -2,6 +2,7 @@
 
     python benchmarks/tinytrain.py episodes --domains flowers102,omniglot --episodes 100 --device cuda \
         --data ../shared/data --weights ../shared/weights [--meta runs/meta]
+    python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin --data ../shared/data
     python benchmarks/tinytrain.py layers --threads 1
 
 episodes: every method on every task from the same network, images, views and batch, in turns, beginning with another
@@ -9,6 +10,9 @@ one each time. The learning rate of each method is the best of one grid on tasks
 classes, never of the domains it is judged on. With `--meta DIR`, again with the weights of `DIR/MODEL` (left there by
 `elastictrainer metatrain`). Batch sizes are what backward holds at once; every method has the same. `versus_full` is
 the median over tasks of (deciding + training) seconds over full training's on the same task, the first task left out.
+
+memory: bytes of backward for every method at each batch size and at 100, stated and really held, over full training's
+at the same batch and, as the paper has it, over full training's at 100.
 
 layers: seconds of each layer's backward with a quarter of its channels over dense, both in plain blocks that take
 turns; medians. What the plans' speed rests on.
@@ -20,23 +24,26 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from elastictrainer.data.episodes import Bank, Episode, Episodes
 from elastictrainer.data.models import LoadedModel, load_model
+from elastictrainer.errors import BudgetError
 from elastictrainer.fewshot.heads import Prototypes, Queries, last_linear
 from elastictrainer.fewshot.interval import Mean
 from elastictrainer.fewshot.learner import Learner, Settings
 from elastictrainer.fewshot.meta import held_out
-from elastictrainer.fewshot.methods import Ceilings, find_method
+from elastictrainer.fewshot.methods import Ceilings, Method, find_method
 from elastictrainer.fewshot.protocol import run_episodes, summarise
 from elastictrainer.fewshot.search import find_scheme
+from elastictrainer.metrics.held import held_bytes
 from elastictrainer.metrics.timing import synchronize
 from elastictrainer.plan import Plan
 from elastictrainer.runtime.apply import apply
@@ -53,7 +60,7 @@ Row = dict[str, Any]
 def network(name: str, args: argparse.Namespace, *, meta: bool) -> LoadedModel:
     if meta:
         return load_model(
-            name if name == "builtin" else f"torchvision/{name}",
+            "timm/tf_efficientnet_lite0" if name == "builtin" else f"torchvision/{name}",
             weights=args.meta / name / "model.safetensors",
             image_size=args.image_size,
         )
@@ -83,15 +90,21 @@ def episodes_suite(args: argparse.Namespace) -> None:
             loaded = network(name, args, meta=meta)
             loaded.model.to(args.device)
             for batch_size in map(int, args.batch_sizes.split(",")):
-                rows += one_network(name, loaded, batch_size, meta, args)
-                write_csv(args.out, rows)
+                for found in one_network(name, loaded, batch_size, meta, args):
+                    rows += found
+                    write_csv(args.out, rows)
     shown = ("model", "meta", "batch_size", "domain", "method", "accuracy", "half", "backward_share", "versus_full")
     print_table(rows, shown)
 
 
-def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, args: argparse.Namespace) -> list[Row]:
+def one_network(
+    name: str, loaded: LoadedModel, batch_size: int, meta: bool, args: argparse.Namespace
+) -> Iterator[list[Row]]:
+    """The rows of each domain."""
     head = Prototypes(last_linear(loaded.model, loaded.head))
-    settings = Settings(steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed)
+    settings = Settings(
+        steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed, head=args.head
+    )
     ceilings = Ceilings(args.memory, args.compute)
     varied: dict[str, Any] = {"ways": None, "shots": None} if args.varied else {"ways": args.ways, "shots": args.shots}
     source = Learner(loaded.model, head, bank_of(args.source, loaded, args), settings=settings, ceilings=ceilings)
@@ -105,8 +118,8 @@ def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, arg
         scheme = find_scheme(source, tuning, args.search_episodes)
         source.scheme = scheme
         rates["sparse_update"] = tune(source, "sparse_update", tuning, args)
-    rows = []
     for domain in args.domains.split(","):
+        rows: list[Row] = []
         bank = bank_of(domain, loaded, args)
         learner = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings, scheme=scheme)
         tasks = Episodes(bank.labels, **varied, seed=args.seed)
@@ -119,7 +132,8 @@ def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, arg
                 {
                     **where(args.device), "seed": args.seed, "model": name, "meta": meta, "domain": domain,
                     "method": summary.method, "episodes": summary.accuracy.count, "steps": args.steps,
-                    "optimizer": args.optimizer, "lr": rates[summary.method], "batch_size": batch_size,
+                    "optimizer": args.optimizer, "head": args.head, "lr": rates[summary.method],
+                    "batch_size": batch_size,
                     "image_size": loaded.image_size, "ways": varied["ways"], "shots": varied["shots"],
                     "accuracy": summary.accuracy.mean, "half": summary.accuracy.half,
                     "memory": args.memory, "compute": args.compute,
@@ -133,7 +147,7 @@ def one_network(name: str, loaded: LoadedModel, batch_size: int, meta: bool, arg
                 }
             )  # fmt: skip
             print(f"{name} meta={meta} {domain} {summary.method}: {summary.accuracy}", file=sys.stderr)
-    return rows
+        yield rows
 
 
 def tune(learner: Learner, method: str, tasks: Episodes, args: argparse.Namespace) -> float:
@@ -173,6 +187,11 @@ def peak_bytes(learner: Learner, name: str, episode: Episode) -> int | None:
     method = find_method(name)
     support = learner.bank.images(episode.support)
     labels = torch.from_numpy(episode.support_labels).to(learner.bank.device)
+    with learner.extended(method):
+        return _peak(learner, method, episode, support, labels)
+
+
+def _peak(learner: Learner, method: Method, episode: Episode, support: torch.Tensor, labels: torch.Tensor) -> int:
     plan = learner.plan(method, episode, 0, support, labels)
     if plan is None:
         return 0
@@ -192,6 +211,65 @@ def peak_bytes(learner: Learner, name: str, episode: Episode) -> int | None:
             grown = torch.cuda.max_memory_allocated() - before
         optimizer.zero_grad(set_to_none=True)
     return grown
+
+
+def memory_suite(args: argparse.Namespace) -> None:
+    """Bytes and multiply-adds of each method's backward, stated and held, at every batch size. No seconds, no accuracy.
+
+    `versus_full` is at the same batch. `times_less_than_full_100` sets the method at its batch against full training at
+    100 images, as the paper's 1,098x does for TinyTrain at 1: most of that is the batch.
+    """
+    rows: list[Row] = []
+    for name in args.models.split(","):
+        loaded = network(name, args, meta=False)
+        head = Prototypes(last_linear(loaded.model.to(args.device), loaded.head))
+        bank = bank_of(args.domains.split(",")[0], loaded, args)
+        episode = Episodes(bank.labels, ways=args.ways, shots=args.shots, seed=args.seed).episode(0)
+        hundred = 0
+        for batch_size in sorted({*map(int, args.batch_sizes.split(",")), 100}, reverse=True):
+            settings = Settings(steps=1, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed)
+            learner = Learner(loaded.model, head, bank, settings=settings, ceilings=Ceilings(args.memory, args.compute))
+            full = learner.plain.full.nbytes
+            hundred = hundred or full
+            for method in args.methods.split(","):
+                if method in ("none", "sparse_update"):
+                    continue
+                try:
+                    row = memory_row(learner, method, episode)
+                except BudgetError as error:
+                    print(f"{name} {method} at batch {batch_size}: {error}", file=sys.stderr)
+                    continue
+                rows.append(
+                    {
+                        **where(args.device), "seed": args.seed, "model": name, "method": method,
+                        "batch_size": batch_size, "image_size": loaded.image_size, "optimizer": args.optimizer,
+                        "memory": args.memory, "compute": args.compute, **row,
+                        "versus_full": row["backward_bytes"] / full,
+                        "times_less_than_full_100": hundred / row["backward_bytes"],
+                    }
+                )  # fmt: skip
+            write_csv(args.out, rows)
+    shown = ("model", "method", "batch_size", "backward_bytes", "saved_bytes", "held_bytes", "backward_share")
+    print_table(rows, (*shown, "versus_full", "times_less_than_full_100"))
+
+
+def memory_row(learner: Learner, name: str, episode: Episode) -> Row:
+    """What the plan states, and the bytes that forward of one batch really saves beside its inputs."""
+    method = find_method(name)
+    plan = learner.solve(method, episode, 0).plan
+    assert plan is not None
+    assert plan.backward is not None
+    positions = episode.support[np.arange(learner.settings.batch_size) % len(episode.support)]
+    images = learner.bank.images(positions)
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    with learner.extended(method), apply(learner.model, plan, bits=method.bits):
+        prototypes = learner.head.of(learner.model, images[:1], labels[:1], 2)
+        held = held_bytes(lambda: learner.head.loss(learner.model, Queries(images, labels, prototypes)), learner.model)
+    return {
+        "backward_bytes": plan.backward.nbytes, "saved_bytes": plan.backward.saved_bytes,
+        "held_bytes": held - prototypes.numel() * prototypes.element_size(),
+        "backward_share": plan.backward.macs / learner.plain.full.macs,
+    }  # fmt: skip
 
 
 def layers_suite(args: argparse.Namespace) -> None:
@@ -263,18 +341,19 @@ def timed(forward: Callable[[], torch.Tensor], *, repeats: int, device: str) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=("episodes", "layers"))
+    parser.add_argument("suite", choices=("episodes", "memory", "layers"))
     parser.add_argument("--models", default="mobilenet_v2", help="torchvision names, or builtin (EfficientNet-Lite0)")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--meta", type=Path, help="a folder with a run of metatrain for each model")
     parser.add_argument("--source", default="tinyimagenet100")
     parser.add_argument("--domains", default="flowers102,grocery81,omniglot,cub200,pets37")
-    parser.add_argument("--methods", default="none,full,last,bias,sparse_update,elastic,tinytrain")
+    parser.add_argument("--methods", default="none,full,last,bias,tinytl,sparse_update,elastic,tinytrain")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--tune-episodes", type=int, default=10)
     parser.add_argument("--search-episodes", type=int, default=5)
     parser.add_argument("--varied", action="store_true")
+    parser.add_argument("--head", default="prototypes", help="or linear")
     parser.add_argument("--ways", type=int, default=5)
     parser.add_argument("--shots", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
@@ -294,7 +373,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     args.out = args.out or RESULTS / f"tinytrain_{args.suite}_{args.device}.csv"
-    {"episodes": episodes_suite, "layers": layers_suite}[args.suite](args)
+    {"episodes": episodes_suite, "memory": memory_suite, "layers": layers_suite}[args.suite](args)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,15 @@ class Spent:
         """All that the memory ceiling is about."""
         return self.saved_bytes + self.gradient_bytes + self.state_bytes + self.copy_bytes
 
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.saved_bytes + other.saved_bytes,
+            self.gradient_bytes + other.gradient_bytes,
+            self.state_bytes + other.state_bytes,
+            self.copy_bytes + other.copy_bytes,
+            self.macs + other.macs,
+        )
+
     def __str__(self) -> str:
         return f"{format_bytes(self.nbytes)} and {self.macs / 1e6:.4g}M multiply-adds backward"
 
@@ -138,7 +147,7 @@ class BackwardPrices:
     def passing(self, trained: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which layers hand a gradient on to their input when these tensors (by index) train."""
         reached = self.profile.graph.reached(trained)
-        return np.asarray([any(reached[n] for n in nodes) for nodes in self.fed_by], dtype=np.bool_)
+        return np.asarray((self._feeds & reached).any(axis=1), dtype=np.bool_)
 
     @cached_property
     def fed_by(self) -> tuple[tuple[int, ...], ...]:
@@ -152,6 +161,14 @@ class BackwardPrices:
             own = inside.get(layer.name, set())
             fed.append(tuple({m for n in own for m in graph.nodes[n].inputs} - own))
         return tuple(fed)
+
+    @cached_property
+    def _feeds(self) -> NDArray[np.bool_]:
+        """`fed_by` as a table, layer by node."""
+        table = np.zeros((len(self.layers), len(self.profile.graph.nodes)), dtype=np.bool_)
+        for row, nodes in zip(table, self.fed_by):
+            row[list(nodes)] = True
+        return table
 
     @cached_property
     def by_macs(self) -> Profile:

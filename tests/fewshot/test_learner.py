@@ -16,6 +16,7 @@ from elastictrainer.data.normalisation import Normalisation
 from elastictrainer.errors import BudgetError, ConfigError, ModelError, TrainingError
 from elastictrainer.fewshot.heads import Prototypes, Queries, last_linear
 from elastictrainer.fewshot.learner import Learner, Settings
+from elastictrainer.fewshot.lite import LITE, lite_residuals
 from elastictrainer.fewshot.methods import METHODS, Ceilings, find_method
 from elastictrainer.metrics.held import held_bytes
 from elastictrainer.runtime.apply import apply
@@ -26,10 +27,11 @@ CEILINGS = Ceilings("20KiB", "40%")
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
+        block = nn.Sequential(
             nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
             nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.ReLU(inplace=True), nn.Conv2d(8, 16, 1), nn.ReLU(),
         )  # fmt: skip
+        self.body = nn.Sequential(block)
         self.classifier = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,9 +88,61 @@ def test_every_method_learns_within_its_ceilings_and_is_forgotten(bank: Bank, na
     images = bank.images(np.arange(3))
     labels = torch.tensor([0, 1, 2])
     prototypes = one.head.of(one.model, images, labels, 4)
-    with apply(one.model, outcome.plan, bits=method.bits):
+    with one.extended(method), apply(one.model, outcome.plan, bits=method.bits):
         held = held_bytes(lambda: one.head.loss(one.model, Queries(images, labels, prototypes)), one.model)
     assert held == pytest.approx(spent.saved_bytes, rel=0.02, abs=512)  # the head is priced for another number of ways
+
+
+def test_lite_residuals_train_and_start_at_nothing_and_leave_no_trace(bank: Bank) -> None:
+    one = learner(bank)
+    images = bank.images(np.arange(3))
+    keys = list(one.model.state_dict())
+    with torch.no_grad():
+        before = one.head.features(one.model, images)
+        with lite_residuals(one.model, images[:1]) as names:
+            assert {name.rpartition(".")[0] for name in names} == {f"body.0.0.{LITE}.spread", f"body.0.0.{LITE}.point"}
+            assert torch.equal(one.head.features(one.model, images), before)
+    assert list(one.model.state_dict()) == keys
+    assert not any(module._forward_hooks for module in one.model.modules())
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    outcome = one.solve(find_method("tinytl"), episode, 0)
+    biases = one.solve(find_method("bias"), episode, 0)
+    assert set(outcome.plan.trainable) == {*biases.plan.trainable, *names}  # type: ignore[union-attr]
+    assert outcome.losses[0] == biases.losses[0]
+    assert outcome.losses[-1] != biases.losses[-1]
+    with pytest.raises(ModelError, match="has none"), lite_residuals(nn.Conv2d(3, 3, 1), images[:1]):
+        pass
+
+
+def test_a_linear_head_begins_as_prototypes_and_trains_within_the_ceilings(bank: Bank) -> None:
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    by_means, linear = learner(bank), learner(bank, head="linear")
+    for name in ("tinytrain", "full"):
+        method = find_method(name)
+        a, b = by_means.solve(method, episode, 0), linear.solve(method, episode, 0)
+        assert b.losses[0] == pytest.approx(a.losses[0])
+        assert b.losses[-1] != a.losses[-1]
+        assert b.answers is not None
+        start = linear.head.of(linear.model, bank.images(episode.support), torch.tensor(episode.support_labels), 4)
+        assert not torch.equal(b.answers, start)
+        # What is stated is what is held, the unit features for the head's own gradient included.
+        images, answers = bank.images(np.arange(3)), b.answers.clone().requires_grad_()
+        with apply(linear.model, b.plan, bits=method.bits):  # type: ignore[arg-type]
+            batch = Queries(images, torch.tensor([0, 1, 2]), answers)
+            held = held_bytes(lambda batch=batch: linear.head.loss(linear.model, batch), linear.model)
+        spent, full = b.plan.backward, b.plan.full_backward  # type: ignore[union-attr]
+        assert held == pytest.approx(spent.saved_bytes, rel=0.02, abs=512)
+        if name == "tinytrain":
+            assert spent.nbytes <= parse_bytes("20KiB")
+            assert spent.macs <= 0.4 * full.macs
+        else:
+            assert spent == full
+    with pytest.raises(BudgetError, match="the linear head alone takes"):
+        Learner(
+            by_means.model, by_means.head, bank, settings=Settings(head="linear"), ceilings=Ceilings("500B", None)
+        ).solve(find_method("tinytrain"), episode, 0)
+    with pytest.raises(ConfigError, match="head 'cosine' is not one of"):
+        Settings(head="cosine")
 
 
 def test_micro_batches_add_up_to_the_same_step(bank: Bank) -> None:
@@ -104,7 +158,8 @@ def test_micro_batches_add_up_to_the_same_step(bank: Bank) -> None:
 def test_prototypes_in_the_head_answer_as_they_did(bank: Bank) -> None:
     one = learner(bank)
     episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
-    prototypes = one.prototypes(episode)
+    labels = torch.tensor(episode.support_labels)
+    prototypes = one.head.of(one.model, bank.images(episode.support), labels, 4)
     images = bank.images(episode.query)
     with torch.no_grad():
         by_cosine = one.head.logits(one.model, images, prototypes).argmax(1)

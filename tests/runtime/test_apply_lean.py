@@ -318,3 +318,15 @@ def test_a_replaced_forward_is_left_alone() -> None:
     with apply(layer, []):
         assert layer(x) is x
     assert layer(x) is x
+
+
+def test_an_input_as_large_as_the_weight_is_not_taken_for_it() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8))
+    x = torch.randn(1, 3, 3, 3)  # the depthwise layer is given as many numbers as its weight has
+    with apply(model, ["0.bias", "1.bias"]):
+        assert held_bytes(lambda: model(x).sum(), model) <= 64
+        model(x).sum().backward()
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    plain(x).sum().backward()
+    assert torch.equal(model[0].bias.grad, plain[0].bias.grad)

@@ -21,6 +21,7 @@ __all__ = [
     "FewShotBatch",
     "FewShotRate",
     "FewShotSteps",
+    "Head",
     "Scheme",
     "adapt",
     "check_method",
@@ -65,7 +66,7 @@ Method = Annotated[
     typer.Option(
         "--method",
         callback=check_one,
-        help="none, full, last, bias, sparse_update, elastic or tinytrain.",
+        help="none, full, last, bias, sparse_update, elastic or tinytrain (tinytl: in fewshot).",
         rich_help_panel=_PLAN,
     ),
 ]
@@ -81,6 +82,15 @@ FewShotBatch = Annotated[
         rich_help_panel=_TRAINING,
     ),
 ]  # fmt: skip
+Head = Annotated[
+    str,
+    typer.Option(
+        "--head",
+        callback=options.registered("elastictrainer.fewshot.heads", "HEADS"),
+        help="What answers: prototypes (the nearest class mean) or linear (a layer that begins as these and trains).",
+        rich_help_panel=_TRAINING,
+    ),
+]
 FewShotRate = Annotated[float, typer.Option("--lr", help="Learning rate.", rich_help_panel=_TRAINING)]
 
 
@@ -97,6 +107,7 @@ def adapt(
     compute: Compute = "15%",
     method: Method = "tinytrain",
     scheme: Scheme = None,
+    head: Head = "prototypes",
     steps: FewShotSteps = 20,
     batch_size: FewShotBatch = 4,
     optimizer: options.Optimizer = "adam",
@@ -130,7 +141,7 @@ def adapt(
     result, before, after = adapt_folder(
         model, data, folder, shots=shots, method=method, scheme=scheme, weights=weights, model_options=model_options,
         normalize=normalize, image_size=image_size, device=where, say=screen.say,
-        settings=Settings(steps=steps, lr=lr, optimizer=optimizer, batch_size=batch_size, seed=seed),
+        settings=Settings(steps=steps, lr=lr, optimizer=optimizer, batch_size=batch_size, seed=seed, head=head),
         ceilings=Ceilings(memory, compute),
     )  # fmt: skip
     _show(screen, before, after, folder)

@@ -15,6 +15,7 @@ from elastictrainer.cli.adapt import (
     FewShotBatch,
     FewShotRate,
     FewShotSteps,
+    Head,
     Scheme,
     check_method,
 )
@@ -62,6 +63,7 @@ def fewshot(
     memory: BackwardMemory = "1MiB",
     compute: Compute = "15%",
     scheme: Scheme = None,
+    head: Head = "prototypes",
     steps: FewShotSteps = 20,
     batch_size: FewShotBatch = 4,
     optimizer: options.Optimizer = "adam",
@@ -114,10 +116,10 @@ def fewshot(
     tasks = Episodes(
         bank.labels, ways=None if varied else ways, shots=None if varied else shots, queries=queries, seed=seed
     )
-    settings = Settings(steps=steps, lr=lr, optimizer=optimizer, batch_size=batch_size, seed=seed)
-    head = Prototypes(last_linear(network.model, network.head))
+    settings = Settings(steps=steps, lr=lr, optimizer=optimizer, batch_size=batch_size, seed=seed, head=head)
+    features = Prototypes(last_linear(network.model, network.head))
     ceilings = Ceilings(memory, compute)
-    learner = Learner(network.model, head, bank, settings=settings, ceilings=ceilings, scheme=read_scheme(scheme))
+    learner = Learner(network.model, features, bank, settings=settings, ceilings=ceilings, scheme=read_scheme(scheme))
     screen.say(str(network))
     screen.say(f"{bank.name} ({bank.split}): {len(bank.classes)} classes, {len(bank.labels)} images")
     config = {

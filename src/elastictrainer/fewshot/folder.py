@@ -45,9 +45,15 @@ def adapt_folder(
     """The result as `result.json` holds it, and how the network did before and after.
 
     Raises:
+        ConfigError: the method adds modules to the network.
         DataError: fewer than two classes, a class with a single image.
         BudgetError: a ceiling is too low; the least that works is stated.
     """
+    if find_method(method).lite:
+        raise ConfigError(
+            f"{method} adds modules to the network, which its weights file could not hold; compare it with "
+            "`elastictrainer fewshot`, or adapt by --method bias"
+        )
     shape = load_model(model, weights=weights, image_size=image_size, model_options=model_options, normalize=normalize)
     # Where the images come in splits, those of train: a test set is not for learning.
     bank = Bank(
@@ -87,7 +93,8 @@ def adapt_folder(
         start = time.perf_counter()
         after = learner.learn(find_method(method), task, 0, on_plan=begin)
         eval_s = time.perf_counter() - start - after.decide_s - after.steps_s
-        head.into_head(network.model, learner.prototypes(task))
+        assert after.answers is not None
+        head.into_head(network.model, after.answers)
         result = _result(after, before, settings, config, out, device, eval_s).to_dict()
         _write(opened[0], after, network, result)
     return result, before, after

@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastictrainer.errors import ModelError
+from elastictrainer.runtime.patch import replaced
 
-__all__ = ["Prototypes", "Queries", "last_linear"]
+__all__ = ["HEADS", "Prototypes", "Queries", "last_linear"]
+
+HEADS = {
+    "prototypes": "the nearest class mean, recomputed at each step",
+    "linear": "a linear layer that begins as the class means and trains with the rest",
+}
 
 SCALE = 10.0  # of cosine similarity before the softmax, as in Hu et al., CVPR 2022, which TinyTrain adapts by
 
@@ -36,15 +42,20 @@ class Prototypes:
     scale: float = SCALE
 
     def features(self, model: nn.Module, images: Tensor) -> Tensor:
-        """What the last layer is given for these images."""
+        """What the last layer is given for these images. The layer itself is not run."""
         given: list[Tensor] = []
+        layer = model.get_submodule(self.head)
 
         def keep(module: nn.Module, args: Any) -> None:
             given.append(args[0])
 
-        handle = model.get_submodule(self.head).register_forward_pre_hook(keep)
+        def nothing(x: Tensor) -> Tensor:
+            return x.new_zeros(()).expand(*x.shape[:-1], int(layer.out_features))  # type: ignore[arg-type]
+
+        handle = layer.register_forward_pre_hook(keep)
         try:
-            model(images)
+            with replaced([(layer, nothing)]):
+                model(images)
         finally:
             handle.remove()
         if not given:
@@ -54,8 +65,11 @@ class Prototypes:
     @torch.no_grad()
     def of(self, model: nn.Module, images: Tensor, labels: Tensor, ways: int, *, batch_size: int = 64) -> Tensor:
         """A unit vector for each class."""
-        features = torch.cat([self.features(model, part) for part in images.split(batch_size)])
-        sums = features.new_zeros(ways, features.shape[1]).index_add_(0, labels, features)
+        return self.means(torch.cat([self.features(model, part) for part in images.split(batch_size)]), labels, ways)
+
+    def means(self, features: Tensor, labels: Tensor, ways: int) -> Tensor:
+        """A unit vector for each class, from the features of its images."""
+        sums = features.new_zeros(ways, features.shape[1]).index_add(0, labels, features)
         return F.normalize(sums, dim=1)
 
     def logits(self, model: nn.Module, images: Tensor, prototypes: Tensor) -> Tensor:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elastictrainer.backward import BackwardPrices
+from elastictrainer.backward import BackwardPrices, Spent
 from elastictrainer.data.episodes import Bank, Episode
 from elastictrainer.errors import ConfigError
-from elastictrainer.fewshot.heads import Prototypes, Queries
+from elastictrainer.fewshot.heads import HEADS, Prototypes, Queries
+from elastictrainer.fewshot.lite import lite_residuals
 from elastictrainer.fewshot.methods import Ceilings, Method, Task
 from elastictrainer.importance import elastic
 from elastictrainer.importance.potential import Potential, fisher_potential
@@ -30,7 +33,7 @@ __all__ = ["Learner", "Outcome", "Settings"]
 class Settings:
     """How a task is learnt: optimizer steps, each over one view of every support image, `batch_size` at a time.
 
-    The batch is what backward holds at once; the ceilings are for it.
+    The batch is what backward holds at once; the ceilings are for it, the head included. `head` is one of `HEADS`.
     """
 
     steps: int = 20
@@ -38,8 +41,11 @@ class Settings:
     optimizer: str = "adam"
     batch_size: int = 4
     seed: int = 0
+    head: str = "prototypes"
 
     def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise ConfigError(f"head {self.head!r} is not one of {', '.join(HEADS)}")
         if self.steps < 1 or self.batch_size < 1 or not self.lr > 0:
             raise ConfigError(
                 f"steps {self.steps} and batch size {self.batch_size} must be at least 1, lr {self.lr} above 0"
@@ -57,6 +63,7 @@ class Outcome:
     decide_s: float
     steps_s: float
     remembered_bytes: int = 0
+    answers: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 class Learner:
@@ -68,7 +75,7 @@ class Learner:
     ) -> None:  # fmt: skip
         self.model, self.head, self.bank = model.eval(), head, bank
         self.settings, self.ceilings, self.scheme = settings, ceilings, scheme
-        self._fixed: dict[str, Plan | None] = {}
+        self._fixed: dict[tuple[str, int], Plan | None] = {}
         self._pristine = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
     @cached_property
@@ -102,10 +109,28 @@ class Learner:
     ) -> Outcome:
         """Learn the task: plan (for methods that plan by the task), adapt, be judged on its queries.
 
-        `on_plan` is called once there is a plan, before anything trains.
+        `on_plan` is called once there is a plan, before anything trains. What a method adds to the network (lite
+        residual modules) is off again afterwards.
         """
-        support, labels = self.bank.images(episode.support), self._labels(episode.support_labels)
         _ = self.prices, self.plain  # of the network, not of the task
+        with self.extended(method):
+            return self._learn(method, episode, index, on_plan)
+
+    def extended(self, method: Method) -> AbstractContextManager[object]:
+        """Inside, the network has what the method adds to it."""
+        if not method.lite:
+            return nullcontext()
+        return lite_residuals(self.model, self.bank.images(np.zeros(1, dtype=np.int64)), seed=self.settings.seed)
+
+    @cached_property
+    def _lite_prices(self) -> BackwardPrices:
+        """With lite residual modules on."""
+        return self._price(bits=True)
+
+    def _learn(self, method: Method, episode: Episode, index: int, on_plan: Callable[[], None]) -> Outcome:
+        support, labels = self.bank.images(episode.support), self._labels(episode.support_labels)
+        if method.lite:
+            _ = self._lite_prices
         synchronize(support.device)
         start = time.perf_counter()
         plan = self.plan(method, episode, index, support, labels)
@@ -113,17 +138,28 @@ class Learner:
         decide_s = time.perf_counter() - start
         on_plan()
         done = self._adapt(plan, episode, index, support, labels, bits=method.bits)
-        prototypes = self.head.of(self.model, support, labels, episode.ways)
+        prototypes = done.answers
+        if prototypes is None:
+            prototypes = self.head.of(self.model, support, labels, episode.ways)
         queries = Queries(self.bank.images(episode.query), self._labels(episode.query_labels), prototypes)
         right = self.head.right(self.model, queries)
         return Outcome(
-            method.name, right / len(episode.query), plan, done.losses, decide_s, done.steps_s, done.remembered_bytes
+            method.name,
+            right / len(episode.query),
+            plan,
+            done.losses,
+            decide_s,
+            done.steps_s,
+            done.remembered_bytes,
+            prototypes,
         )
 
     def plan(self, method: Method, episode: Episode, index: int, support: Tensor, labels: Tensor) -> Plan | None:
         """The method's plan for the task; one that does not look at the task is made once."""
-        if method.name in self._fixed:
-            return self._fixed[method.name]
+        head = self._head_spent(episode.ways)
+        key = (method.name, episode.ways if head.nbytes else 0)
+        if key in self._fixed:
+            return self._fixed[key]
 
         def batch() -> Queries:
             prototypes = self.head.of(self.model, support, labels, episode.ways)
@@ -137,19 +173,26 @@ class Learner:
         def potential() -> Potential:
             return fisher_potential(self.model, self.head.loss, [batch()])
 
-        prices = self.prices if method.bits else self.plain
-        task = Task(prices, self.ceilings, potential, scores, self.scheme)
+        prices = self._lite_prices if method.lite else self.prices if method.bits else self.plain
+        task = Task(prices, self.ceilings.less(head, self.prices.full.macs), potential, scores, self.scheme)
         plan = method.plan(task)
         if plan is not None:
-            plan = replace(plan, full_backward=self.plain.full)
+            spent = None if plan.backward is None else plan.backward + head
+            plan = replace(plan, backward=spent, full_backward=self.plain.full + head)
         if method.once:
-            self._fixed[method.name] = plan
+            self._fixed[key] = plan
         return plan
 
-    def prototypes(self, episode: Episode) -> Tensor:
-        """Of the network as it is now."""
-        labels = self._labels(episode.support_labels)
-        return self.head.of(self.model, self.bank.images(episode.support), labels, episode.ways)
+    def _head_spent(self, ways: int) -> Spent:
+        """Of the linear head: its weights' gradient and state, and the unit features that it keeps."""
+        if self.settings.head != "linear":
+            return Spent(0, 0, 0, 0, 0)
+        layer = self.model.get_submodule(self.head.head)
+        width, item = int(layer.in_features), layer.get_parameter("weight").element_size()  # type: ignore[arg-type]
+        numbers, batch = ways * width, self.settings.batch_size
+        return Spent(
+            batch * width * item, numbers * item, numbers * item * self.prices.state_copies, 0, batch * numbers
+        )
 
     def _adapt(
         self, plan: Plan | None, episode: Episode, index: int, support: Tensor, labels: Tensor, *, bits: bool
@@ -159,6 +202,7 @@ class Learner:
         return adapt(
             self.model, self.head, plan, optimizer, support, labels, lambda step: self._views(episode, index, step),
             ways=episode.ways, steps=settings.steps, batch_size=settings.batch_size, bits=bits,
+            linear=settings.head == "linear",
         )  # fmt: skip
 
     def _views(self, episode: Episode, index: int, step: int) -> Tensor:

@@ -64,8 +64,8 @@ def held_out(classes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _logits(head: Prototypes, model: nn.Module, batch: TaskBatch) -> Tensor:
     features = head.features(model, batch.images)
     support, labels = features[: batch.support], batch.labels[: batch.support]
-    sums = features.new_zeros(int(labels.max()) + 1, features.shape[1]).index_add(0, labels, support)
-    return head.scale * F.normalize(features[batch.support :], dim=1) @ F.normalize(sums, dim=1).t()
+    means = head.means(support, labels, int(labels.max()) + 1)
+    return head.scale * F.normalize(features[batch.support :], dim=1) @ means.t()
 
 
 def task_loss(head: Prototypes, model: nn.Module, batch: TaskBatch) -> Tensor:

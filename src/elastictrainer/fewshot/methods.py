@@ -6,6 +6,7 @@ none: prototypes of the network as it is; nothing trains
 full: everything trains, whatever the ceilings
 last: the last layer before the features trains
 bias: biases alone train, for which no activation is kept
+tinytl: biases and lite residual modules, a small path beside each block, train
 sparse_update: a scheme that was searched offline trains, the same for every task
 elastic: the tensors worth most by gradient times update, by the exact solver
 tinytrain: the layers and channels worth most by Fisher potential
@@ -18,9 +19,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from elastictrainer.backward import BackwardPrices
+from elastictrainer.backward import BackwardPrices, Spent
 from elastictrainer.budget import Budget, parse_bytes, parse_share
-from elastictrainer.errors import ConfigError
+from elastictrainer.errors import BudgetError, ConfigError
+from elastictrainer.fewshot.lite import LITE
 from elastictrainer.importance.potential import Potential
 from elastictrainer.plan import Plan
 from elastictrainer.selection import select, select_channels
@@ -34,6 +36,27 @@ class Ceilings:
 
     memory: str | int | None = "1MiB"
     compute: str | float | None = "15%"
+
+    def less(self, head: Spent, full_macs: int) -> Ceilings:
+        """What a head that trains whatever happens leaves to the layers.
+
+        Raises:
+            BudgetError: nothing.
+        """
+        if not head.nbytes:
+            return self
+        memory, compute = self.memory, self.compute
+        if memory is not None:
+            memory = parse_bytes(memory) - head.nbytes
+        if compute is not None:
+            compute = parse_share(compute) * (1 + head.macs / full_macs) - head.macs / full_macs
+        if (memory is not None and int(memory) <= 0) or (compute is not None and float(compute) <= 0):
+            raise BudgetError(
+                f"memory {self.memory} and compute {self.compute} are below what the linear head alone takes "
+                f"({head}); raise them, or use head 'prototypes'",
+                least=float(head.nbytes),
+            )
+        return Ceilings(memory, compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +75,7 @@ class Method:
     """`within`: it keeps the ceilings. `once`: its plan does not depend on the task.
 
     `bits`: ReLUs keep bits for it. Full training is left as PyTorch does it, which is what everyone compares with.
+    `lite`: it adds lite residual modules to the network.
     """
 
     name: str
@@ -61,6 +85,7 @@ class Method:
     within: bool = True
     once: bool = False
     bits: bool = True
+    lite: bool = False
 
 
 def find_method(name: str) -> Method:
@@ -98,6 +123,11 @@ def _bias(task: Task) -> Plan:
     return plan_of(task.prices, chosen, note="bias")
 
 
+def _tinytl(task: Task) -> Plan:
+    lite = {name for name in task.prices.profile.names if f".{LITE}." in f".{name}"}
+    return plan_of(task.prices, {*_bias(task).trainable, *lite}, note="tinytl")
+
+
 def _tinytrain(task: Task) -> Plan:
     return select_channels(
         task.prices, task.potential(), memory=task.ceilings.memory, compute=task.ceilings.compute
@@ -115,10 +145,10 @@ def _elastic(task: Task) -> Plan:
     profile = prices.by_macs
     share = 1.0 if ceilings.compute is None else parse_share(ceilings.compute)
     memory = None if ceilings.memory is None else profile.memory.base_bytes + parse_bytes(ceilings.memory)
-    found = select(profile, task.scores(), budget=Budget("ratio", share), memory=memory, pin=())
+    scores = task.scores()
+    found = select(profile, scores, budget=Budget("ratio", share), memory=memory, pin=())
     chosen = set(found.trainable)
     # The solver's memory is a peak, in which gradients come as saved activations go; the ceiling is on all together.
-    scores = task.scores()
     for name in sorted(chosen, key=lambda name: scores[name]):
         if ceilings.memory is None or prices.spent(chosen).nbytes <= parse_bytes(ceilings.memory):
             break
@@ -139,6 +169,15 @@ METHODS: dict[str, Method] = {
             _bias,
             within=False,
             once=True,
+        ),
+        Method(
+            "tinytl",
+            "biases and lite residual modules, a small path beside each block, train",
+            "Cai et al., TinyTL, NeurIPS 2020; its modules are not pretrained here",
+            _tinytl,
+            within=False,
+            once=True,
+            lite=True,
         ),
         Method(
             "sparse_update",

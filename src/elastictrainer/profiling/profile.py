@@ -186,16 +186,24 @@ class Profile:
         """
         trained = self.graph.indices(names)
         holding = np.setdiff1d(trained, self.graph.indices(without))
-        return int(self._saved(self.graph.reached(trained), holding)[0].sum())
+        storage, _, _, nbytes = self._holders
+        held = np.zeros(len(nbytes), dtype=np.bool_)
+        held[storage[self._active(self.graph.reached(trained), holding)]] = True
+        return int(nbytes[held].sum())
+
+    def _active(self, reached: NDArray[np.bool_], trained: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of `_holders` need their storage."""
+        _, node, tensor, _ = self._holders
+        is_trained = np.zeros(len(self.graph.tensors) + 1, dtype=np.bool_)  # the last entry stands for "no tensor"
+        is_trained[trained] = True
+        return np.where(tensor < 0, reached[node], is_trained[tensor]) if len(node) else np.zeros(0, dtype=np.bool_)
 
     def _saved(
         self, reached: NDArray[np.bool_], trained: NDArray[np.intp]
     ) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
         """Per storage: bytes if it is held at all, and the last node that needs it."""
-        storage, node, tensor, nbytes = self._holders
-        is_trained = np.zeros(len(self.graph.tensors) + 1, dtype=np.bool_)  # the last entry stands for "no tensor"
-        is_trained[trained] = True
-        active = np.where(tensor < 0, reached[node], is_trained[tensor]) if len(node) else np.zeros(0, dtype=np.bool_)
+        storage, node, _, nbytes = self._holders
+        active = self._active(reached, trained)
         last = np.full(len(nbytes), -1, dtype=np.intp)
         np.maximum.at(last, storage[active], node[active])
         return np.where(last >= 0, nbytes, 0), np.where(last >= 0, last, len(self.graph.nodes))

@@ -4,12 +4,14 @@ The backward of ReLU and ReLU6 asks of each output only whether it lay strictly 
 whose aim is memory, modules of exactly these two types pack theirs, so gradients stay bit-equal to PyTorch's at a 32nd
 of the bytes (float32). The output is then held only by who else needs it.
 
-Costs a few passes over one byte an element, forward and backward: some percent of a convolution's time. Left out, as
+Costs a few passes over one byte an element, forward and backward, some percent of a convolution's time, and in backward
+the mask as numbers while it is applied. Left out, as
 plain PyTorch: compiled code, `torch.func` transforms, subclasses, and ReLUs called as functions.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -66,7 +68,9 @@ class _Rectify(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         (bits,) = ctx.saved_tensors
-        return grad.masked_fill(unpack(bits, grad.shape), 0), None, None
+        # One pass of a vectorised kernel: `masked_fill` is ten times slower on a CPU.
+        let_through = unpack(bits, grad.shape, dtype=grad.dtype, inverted=True)
+        return torch.ops.aten.threshold_backward(grad, let_through, 0), None, None
 
 
 def pack(mask: Tensor) -> Tensor:
@@ -82,11 +86,18 @@ def pack(mask: Tensor) -> Tensor:
     return ((flat.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
 
 
-def unpack(bits: Tensor, shape: torch.Size) -> Tensor:
-    """The mask that was packed."""
-    order = range(8) if sys.byteorder == "little" else range(7, -1, -1)
-    places = torch.tensor([1 << place for place in order], dtype=torch.uint8, device=bits.device)
-    return (bits[:, None] & places).ne(0).view(-1)[: shape.numel()].view(shape)
+def unpack(bits: Tensor, shape: torch.Size, *, dtype: torch.dtype = torch.bool, inverted: bool = False) -> Tensor:
+    """The mask that was packed, or its opposite, as numbers of a type."""
+    eights = _table(dtype, inverted, bits.device).index_select(0, bits.int())
+    return eights.view(-1)[: shape.numel()].view(shape)
+
+
+@functools.cache
+def _table(dtype: torch.dtype, inverted: bool, device: torch.device) -> Tensor:
+    """The eight elements of each byte."""
+    places = range(8) if sys.byteorder == "little" else range(7, -1, -1)
+    rows = [[bool(byte >> place & 1) != inverted for place in places] for byte in range(256)]
+    return torch.tensor(rows, device=device).to(dtype)
 
 
 def _transformed() -> bool:

@@ -73,6 +73,10 @@ class Cut:
     live_reads: frozenset[int] = frozenset()
     folds: tuple[tuple[str, str], ...] = ()
     """Convolutions of the prefix, each with the batch norm that alone reads what it returns."""
+    rest_folds: tuple[tuple[str, str], ...] = ()
+    """The same of the live part, where neither trains: gradients pass through them."""
+    rest_norms: tuple[str, ...] = ()
+    """Batch norms of the live part that do not train and stand alone."""
     obstacle: str = ""
 
     @property
@@ -233,21 +237,40 @@ class _Watch(TorchFunctionMode):
             made_from=self._leaves_under(crossing),
             live_reads=live_reads,
             folds=tuple(self._folds()),
+            rest_folds=(at_rest := tuple(self._folds(live=True))),
+            rest_norms=tuple(self._norms_at_rest({norm for _, norm in at_rest})),
         )
 
-    def _folds(self) -> Iterator[tuple[str, str]]:
+    def _norms_at_rest(self, folded: set[str]) -> Iterator[str]:
+        modules = dict(self.model.named_modules())
+        times = Counter(call.module for call in self.calls[1:])
+        for call in self.calls:
+            if call.parent < 0 or not call.live or call.module in folded or times[call.module] > 1:
+                continue
+            if is_norm(modules[call.module]) and self._rests(modules[call.module]):
+                yield call.module
+
+    def _rests(self, module: nn.Module) -> bool:
+        return not any(parameter in self.trained for parameter in module.parameters())
+
+    def _folds(self, *, live: bool = False) -> Iterator[tuple[str, str]]:
+        """Of the prefix, or of the live part."""
         modules = dict(self.model.named_modules())
         readers: dict[int, set[int]] = {}
         for reader, value, _ in self.reads:
             readers.setdefault(value, set()).add(reader)
         times = Counter(call.module for call in self.calls[1:])
-        for position, call in enumerate(self.calls):
-            if call.parent < 0 or self._outermost(position) is None or not is_convolution(modules[call.module]):
+        for call in self.calls:
+            if call.parent < 0 or call.live != live or not is_convolution(modules[call.module]):
+                continue
+            if live and not self._rests(modules[call.module]):
                 continue
             by = readers.get(next(iter(call.returned.values()), -1), set())
-            if len(by) != 1 or self._outermost(reader := next(iter(by))) is None:
+            if len(by) != 1 or self.calls[reader := next(iter(by))].live != live:
                 continue
             norm = self.calls[reader].module
+            if live and reader and not self._rests(modules[norm]):
+                continue
             if reader and is_norm(modules[norm]) and times[call.module] == times[norm] == 1:
                 yield call.module, norm
 

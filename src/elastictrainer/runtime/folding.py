@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["fold", "is_convolution", "is_norm", "passed_on"]
+__all__ = ["fold", "is_convolution", "is_norm", "passed_on", "scaled_and_shifted"]
 
 _CONVOLUTIONS = frozenset((nn.Conv1d, nn.Conv2d, nn.Conv3d))
 _NORMS = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
@@ -30,12 +30,7 @@ def is_norm(module: nn.Module) -> bool:
 def fold(convolution: nn.Module, norm: nn.Module) -> Callable[[Tensor], Tensor]:
     """A forward for the convolution that does the norm's work, too. The sums are made in float64."""
     weight, bias = convolution.get_parameter("weight").detach(), convolution._parameters.get("bias")
-    scale = (norm.get_buffer("running_var").double() + float(norm.eps)).rsqrt()  # type: ignore[arg-type]
-    if norm._parameters.get("weight") is not None:
-        scale = scale * norm.get_parameter("weight").detach().double()
-    shift = -norm.get_buffer("running_mean").double() * scale
-    if norm._parameters.get("bias") is not None:
-        shift = shift + norm.get_parameter("bias").detach().double()
+    scale, shift = _scale_and_shift(norm)
     if bias is not None:
         shift = shift + bias.detach().double() * scale
     folded = (weight.double() * scale.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
@@ -49,6 +44,28 @@ def fold(convolution: nn.Module, norm: nn.Module) -> Callable[[Tensor], Tensor]:
         return out
 
     return forward
+
+
+def scaled_and_shifted(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A forward for a norm at rest: two numbers a channel, of which backward needs one."""
+    dtype = norm.get_buffer("running_mean").dtype
+    scale, shift = (numbers.to(dtype) for numbers in _scale_and_shift(norm))
+
+    def forward(x: Tensor) -> Tensor:
+        shape = (-1, *[1] * (x.dim() - 2))
+        return torch.addcmul(shift.view(shape), x, scale.view(shape))
+
+    return forward
+
+
+def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    scale = (norm.get_buffer("running_var").double() + float(norm.eps)).rsqrt()  # type: ignore[arg-type]
+    if norm._parameters.get("weight") is not None:
+        scale = scale * norm.get_parameter("weight").detach().double()
+    shift = -norm.get_buffer("running_mean").double() * scale
+    if norm._parameters.get("bias") is not None:
+        shift = shift + norm.get_parameter("bias").detach().double()
+    return scale, shift
 
 
 def passed_on(x: Tensor) -> Tensor:

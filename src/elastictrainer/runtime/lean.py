@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastictrainer.runtime.patch import shadow, unshadow
 
-__all__ = ["make_lean", "make_plain"]
+__all__ = ["convolution_saving", "make_lean", "make_plain"]
 
 Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -67,7 +67,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return plain(self, *args, **kwargs)
     saving: AbstractContextManager[Any]
     if kind in _CONVOLUTIONS and weight is not None and self.padding_mode == "zeros":
-        saving = _convolution_saving(weight)
+        saving = convolution_saving(weight)
     elif kind in _NORMS and not self.training and self._buffers["running_mean"] is not None:
         saving = _norm_saving()
     elif kind in _NORMS:
@@ -94,7 +94,7 @@ class _KnownCalls(TorchFunctionMode):
         if func in _CONVOLUTION_CALLS:
             weight = argument(1, "weight")
             if _saved_for_nothing(argument(0, "input"), weight, argument(2, "bias")):
-                saving = _convolution_saving(weight)
+                saving = convolution_saving(weight)
         elif func is F.batch_norm:
             fixed = argument(1, "running_mean") is not None and not argument(5, "training")
             if fixed and _saved_for_nothing(argument(0, "input"), argument(3, "weight"), argument(4, "bias")):
@@ -103,11 +103,17 @@ class _KnownCalls(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _convolution_saving(weight: Tensor) -> saved_tensors_hooks:
+def convolution_saving(weight: Tensor) -> saved_tensors_hooks:
+    """Inside, a convolution by a weight of this size keeps its input's geometry alone."""
     # Saved are the input and the weight, after autocast: neither need be the tensor that was passed. The weight is
-    # known by its size; an input that happens to have that size is simply kept.
-    size = weight.numel()
-    return saved_tensors_hooks(lambda saved: saved if saved.numel() == size else _geometry(saved), _restore)
+    # known by its size and its first dimension: at batch 1, a depthwise layer's input may be as large as its weight. An
+    # input that has both is simply kept.
+    size, first = weight.numel(), weight.shape[0]
+
+    def pack(saved: Tensor) -> Tensor | Geometry:
+        return saved if saved.numel() == size and saved.shape[0] == first else _geometry(saved)
+
+    return saved_tensors_hooks(pack, _restore)
 
 
 def _norm_saving() -> saved_tensors_hooks:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-__all__ = ["shadow", "shadowed", "unshadow"]
+__all__ = ["replaced", "shadow", "shadowed", "unshadow"]
 
 # A bound method in the instance's own __dict__, rather than a hook or a changed class:
 # - `copy.deepcopy` re-binds it to the copied module, so a copy behaves as its original does;
@@ -37,3 +38,19 @@ def unshadow(module: nn.Module, function: Callable[..., Any]) -> None:
     """Take `function` off again; nothing happens where it does not stand in."""
     if shadowed(module, function):
         del module.__dict__[function.__name__]
+
+
+@contextmanager
+def replaced(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside, these modules run other code; what else stood in for their forward (lean layers) comes back after."""
+    before = [(module, module.__dict__.get("forward")) for module, _ in forwards]
+    for module, forward in forwards:
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, was in before:
+            if was is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = was

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from elastictrainer.errors import ModelError
 from elastictrainer.runtime.cut import Call, Cut, LossFn
 from elastictrainer.runtime.folding import fold, passed_on
+from elastictrainer.runtime.patch import replaced
 
 __all__ = ["StandIns", "agree", "evaluating"]
 
@@ -79,7 +80,7 @@ class StandIns:
         device = next(self.model.parameters()).device.type
         half = torch.autocast(device, dtype=torch.bfloat16, enabled=self.precision == "bf16")
         try:
-            with evaluating(self.model), _replaced(self._folded), torch.inference_mode(), half:
+            with evaluating(self.model), replaced(self._folded), torch.inference_mode(), half:
                 loss_fn(self.model, batch)
         except _Enough:
             pass
@@ -101,7 +102,7 @@ class StandIns:
         """Inside, a forward pass takes these tensors where it would have run the prefix."""
         size = self._size_of(crossing)
         counts: dict[nn.Module, int] = {}
-        with _replaced([(m, self._stand_in(m, calls, crossing, counts, size)) for m, calls in self._calls.items()]):
+        with replaced([(m, self._stand_in(m, calls, crossing, counts, size)) for m, calls in self._calls.items()]):
             yield
 
     def _stand_in(
@@ -155,22 +156,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-@contextmanager
-def _replaced(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside, these modules run other code; what else stood in for their forward (lean layers) comes back after."""
-    before = [(module, module.__dict__.get("forward")) for module, _ in forwards]
-    for module, forward in forwards:
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, was in before:
-            if was is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = was
-
-
 def _channels_last(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
         arg.contiguous(memory_format=torch.channels_last) if isinstance(arg, Tensor) and arg.dim() == 4 else arg
@@ -201,8 +186,11 @@ def agree(model: nn.Module, stand_ins: StandIns, loss_fn: LossFn, batch: Any, *,
             return "what crosses for a sample depends on the samples beside it"
     with evaluating(model), torch.no_grad():
         whole = loss_fn(model, batch)
-        with stand_ins.standing_in([value.clone() for value in there]):
-            rest = loss_fn(model, batch)
+        try:
+            with stand_ins.standing_in([value.clone() for value in there]):
+                rest = loss_fn(model, batch)
+        except RuntimeError as error:  # a module that matters by what it does to its input, for one
+            return f"what trains cannot run alone: {str(error).splitlines()[0]}"
     close = 1e-3 if stand_ins.precision is None else 3e-2
     if not torch.allclose(whole, rest, rtol=close, atol=close / 10):
         return f"the loss with stand-ins is {rest.item():g} and {whole.item():g} without"

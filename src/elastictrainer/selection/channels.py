@@ -196,13 +196,14 @@ class ChannelChoice:
             options = self.options[weight]
             limit = max(share * options[0].layer.channels, len(options[0].rows))
             within = [option for option in options if len(option.rows) <= limit]
+            if not self.fits((*taken, within[0])):
+                continue  # most layers, and then one look is enough
             # Cost only grows with the channels: bisect.
-            low, high = 0, len(within)
+            low, high = 1, len(within)
             while low < high:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if self.fits((*taken, within[middle - 1])) else (low, middle - 1)
-            if low:
-                taken = (*taken, within[low - 1])
+            taken = (*taken, within[low - 1])
         return taken
 
     def check(self, memory: str | int | None, compute: str | float | None) -> None:
