@@ -84,7 +84,7 @@ def surroundings() -> dict[str, Any]:
     torch.manual_seed(0)
     body = {f"layer{number}": nn.Sequential(nn.Linear(384, 384), nn.ReLU()) for number in range(8)}
     model = nn.Sequential(OrderedDict(body, fc=nn.Linear(384, 3)))
-    batches = [(torch.randn(64, 384), torch.randint(3, (64,))) for _ in range(6)]
+    batches = [(torch.randn(64, 384), torch.randint(3, (64,))) for _ in range(30)]
     return {
         "et": et,
         "model": model,
