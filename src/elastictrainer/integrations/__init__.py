@@ -1,1 +1,0 @@
-"""Thin adapters of the controller to other people's loops."""
