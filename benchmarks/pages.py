@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS
 from page_parts import Row, absent, markdown, number, percent, picture, tables, where
 from paper_page import comparison
+from run_page import whole_runs
 
 PAGES = Path(__file__).parents[1] / "docs" / "results"
 MADE = "<!-- Made by `make results` from benchmarks/results; edit benchmarks/pages.py. -->\n"
@@ -228,6 +229,7 @@ def build(folder: Path) -> dict[str, str]:
     pages["time-model.md"] = MADE + time_model(folder, pages)
     pages["solver.md"] = MADE + solver(folder, pages)
     pages["budget.md"] = MADE + budgets(folder)
+    pages["runs.md"] = MADE + whole_runs(folder)
     for profile in sorted(folder.glob("profile_*.json")):
         name = f"{profile.stem}.svg"
         pages[name] = costs(profile)

@@ -70,6 +70,24 @@ def results(tmp_path: Path) -> Path:
         kept | {"policy": "elastic", "asked": 0.5, "peak_bytes": 2**29, "predicted_bytes": 2**28, "of_full": 0.55}
         | HERE
     ])  # fmt: skip
+    timed = kept | {"data": "pets37", "budget": 0.1, "lr": 0.003, "epochs": 12}
+    adaptive = timed | {"method": "adaptive", "ratio": 0.099, "stage": "final"} | HERE
+    shorter = timed | {"method": "shorter", "ratio": 0.101} | HERE
+    write(tmp_path / "frontier_pets37_cpu.csv", [
+        *(adaptive | {"test_accuracy": 0.6 + 0.02 * seed, "seed": seed} for seed in range(2)),
+        shorter | {"test_accuracy": 0.65, "stage": "final"},
+        shorter | {"test_accuracy": 0.99, "stage": "rate", "lr": 0.1},
+    ])  # fmt: skip
+    write(tmp_path / "kept_steps_cpu.csv", [
+        kept | {"share": 0.1, "kept_as": "int8", "full_step_s": 0.1, "plan_step_s": 0.04, "kept_step_s": 0.02,
+                "speedup": 5.0, "fill_of_forward": 0.6, "kept_bytes": 2**20, "full_peak_bytes": 4, "plan_peak_bytes": 1,
+                "gradient_off": 0.025} | HERE,
+        kept | {"share": 0.5, "kept_as": "int8", "obstacle": "too large"} | HERE,
+    ])  # fmt: skip
+    write(tmp_path / "deadlines_cpu.csv", [
+        {"deadline_s": 10, "load": 2, "took_s": 10.5, "late": 0.05, "steps": 7, "accuracy": 0.5} | HERE,
+        {"deadline_s": 20, "load": 0, "took_s": 19.0, "late": -0.05, "steps": 70, "accuracy": 0.9} | HERE,
+    ])  # fmt: skip
     write(tmp_path / "solver.csv", [
         {"instance": "chain", "tensors": 1000, "rho": 0.5, "memory": "", "solver": "select", "ms": 9.0,
          "score_of_best": 1.0} | HERE,
@@ -113,6 +131,13 @@ def test_every_figure_on_a_page_comes_from_its_row(results: Path) -> None:
     assert "1 of 2 runs are within 2 points of what was asked; the most over: +3.0." in budget
     assert "| refused: the least is 0.31x |" in budget
     assert "| 512 | 256 | 55.0% |" in budget
+    runs = made["runs.md"]
+    assert row_of(runs, "resnet50")[1:6] == ["0.1x", "shorter", "65.0", "1", "0.101"]
+    assert "| **adaptive** | 61.0 ± 1.4 | 2 | 0.099 | 0.003 |" in runs
+    assert "99.0" not in runs, "a trial of a rate is no result"
+    assert "| last 10% | int8 | 100ms | 40ms | 20ms | 5.0x | 0.60 | 1MiB | 0.25 | 2.5e-02 |" in runs
+    assert row_of(runs, "10s")[1:] == ["from half-way", "10.5s", "+5.0%", "7", "50.0%"]
+    assert "1 of 2 runs ended within 2% of their deadline; the latest was +5.0%." in runs
     assert "NVIDIA H200" in index
     assert "abc1234" in index
 
