@@ -24,6 +24,7 @@ from common import RESULTS
 from page_parts import Row, absent, markdown, number, percent, picture, tables, where
 from paper_page import comparison
 from run_page import whole_runs
+from tiny_page import few_shot
 
 PAGES = Path(__file__).parents[1] / "docs" / "results"
 MADE = "<!-- Made by `make results` from benchmarks/results; edit benchmarks/pages.py. -->\n"
@@ -230,6 +231,7 @@ def build(folder: Path) -> dict[str, str]:
     pages["solver.md"] = MADE + solver(folder, pages)
     pages["budget.md"] = MADE + budgets(folder)
     pages["runs.md"] = MADE + whole_runs(folder)
+    pages["few-shot.md"] = MADE + few_shot(folder)
     for profile in sorted(folder.glob("profile_*.json")):
         name = f"{profile.stem}.svg"
         pages[name] = costs(profile)

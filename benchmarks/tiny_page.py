@@ -1,0 +1,117 @@
+"""The page on adaptation to a handful of images: accuracy, bytes, multiply-adds and seconds, method by method."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from elastictrainer.budget import format_bytes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from page_parts import Row, absent, markdown, number, percent, tables, where
+
+
+def few_shot(folder: Path) -> str:
+    text = (
+        "# A handful of images, measured\n\n"
+        "[TinyTrain](../method/tinytrain.md) beside what it is compared with, on the same tasks, images, views and\n"
+        "batch, in turns. *Backward memory* is what backward keeps for a batch; *seconds* are of deciding and\n"
+        "training, the median over tasks of their share of full training's on the same task.\n\n"
+    )
+    return text + episodes(folder) + memory(folder) + layers(folder)
+
+
+def episodes(folder: Path) -> str:
+    found = tables("tinytrain_episodes_*.csv", folder)
+    if not found:
+        return absent("Few-shot adaptation", "python benchmarks/tinytrain.py episodes --device cuda") + "\n"
+    text = ""
+    key = lambda row: (row["model"], row["domain"], row["meta"], int(row["batch_size"]))  # noqa: E731
+    for name, rows in found.items():
+        rows = sorted(rows, key=key)
+        for (model, domain, meta, batch), cells in groupby(rows, key=key):
+            here = list(cells)
+            first = here[0]
+            text += f"## {model} on {domain}, {'' if meta == 'True' else 'not '}meta-trained, batch {batch}\n\n"
+            text += (
+                f"{first['episodes']} tasks of {first['ways']} classes with {first['shots']} images each, "
+                f"{first['image_size']} pixels, {first['steps']} steps of {first['optimizer']}; ceilings of "
+                f"{first['memory']} and {first['compute']} for those that take any.\n\n"
+            )
+            columns = (
+                "method",
+                "accuracy, 95% interval",
+                "lr",
+                "backward memory",
+                "of full",
+                "multiply-adds",
+                "seconds",
+            )
+            text += markdown(columns, map(_episode_row, here)) + "\n" + where(here, name) + "\n"
+    return text
+
+
+def _episode_row(row: Row) -> tuple[str, ...]:
+    nbytes, none = float(row["backward_bytes"]), row["method"] == "none"
+    return (
+        row["method"],
+        f"{percent(row['accuracy'])} ± {100 * float(row['half']):.1f}",
+        "–" if none else number(row["lr"]),
+        format_bytes(int(nbytes)),
+        f"{nbytes / float(row['full_bytes']):.1%}",
+        percent(row["backward_share"]),
+        "–" if none else number(row["versus_full"], ".2f"),
+    )
+
+
+def memory(folder: Path) -> str:
+    found = tables("tinytrain_memory_*.csv", folder)
+    text = (
+        "## What backward keeps\n\n"
+        "Stated by the plan, and what a forward pass of a batch really saves for it. The last column divides full\n"
+        "training's at batch 100 by it, as the paper does; most of what that says is the batch.\n\n"
+    )
+    if not found:
+        return text + absent("Memory", "python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin") + "\n"
+    for name, rows in found.items():
+        columns = ("model", "method", "batch", "backward", "of it saved", "really saved", "of full", "full at 100")
+        text += markdown(columns, (
+            (r["model"], r["method"], r["batch_size"], *(_bytes(r[k]) for k in ("backward_bytes", "saved_bytes")),
+             _bytes(r["held_bytes"]), percent(r["versus_full"]), f"{float(r['times_less_than_full_100']):.0f}x less")
+            for r in rows
+        ))  # fmt: skip
+        off = [_off(row) for row in rows if float(row["held_bytes"])]
+        text += f"\nStated and held differ by {max(off):.2%} at the most.\n\n" + where(rows, name) + "\n"
+    return text
+
+
+def _bytes(text: str) -> str:
+    return format_bytes(int(float(text)))
+
+
+def _off(row: Row) -> float:
+    return abs(float(row["saved_bytes"]) / float(row["held_bytes"]) - 1)
+
+
+def layers(folder: Path) -> str:
+    found = tables("tinytrain_layers_*.csv", folder)
+    text = "## A quarter of a layer's channels\n\n"
+    if not found:
+        return text + absent("Layers", "python benchmarks/tinytrain.py layers --threads 1") + "\n"
+    for name, rows in found.items():
+        text += "Seconds of the weight gradient of a quarter of the channels, over the dense one's.\n\n"
+        dense = [row for row in rows if int(row["groups"]) == 1]
+        grouped = [row for row in rows if int(row["groups"]) > 1]
+        kinds = (("dense", dense), ("depthwise or grouped", grouped))
+        text += markdown(("layers", "how many", "together", "slower by themselves"), (
+            (kind, str(len(made)), f"{_together(made):.2f}", str(sum(float(r["ratio"]) > 1 for r in made)))
+            for kind, made in kinds if made
+        ))  # fmt: skip
+        text += "\n" + where(rows, name) + "\n"
+    return text
+
+
+def _together(rows: Sequence[Row]) -> float:
+    return sum(float(r["rows_s"]) for r in rows) / sum(float(r["dense_s"]) for r in rows)
