@@ -114,6 +114,7 @@ def test_without_a_folder_nothing_is_written_and_the_best_is_restored(
     result = run(model=model, epochs=5, data=batches(40), val_loader=wrong, lr=0.2, policy="full")
     assert result.best_epoch is not None
     assert result.best_epoch < 5
+    model.eval()
     with torch.no_grad():
         right = sum(int((model(x).argmax(1) == y).sum()) for x, y in wrong)
     assert right / 30 == result.accuracy["final"] == max(result.accuracy["per_epoch"])
