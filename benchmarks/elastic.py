@@ -217,7 +217,7 @@ def accuracy_suite(args: argparse.Namespace) -> None:
         price = args.runs / f"{name}.profile.json"
         if not price.exists():
             batch = next(iter(data.train))
-            price.write_text(et.profile(model, loss_fn, batch, optimizer=sgd(model, 1e-3)).to_json())
+            price.write_text(et.profile(model, loss_fn, batch, optimizer=sgd(model, 1e-3), captured=True).to_json())
         del model, loaded, data
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -29,6 +29,7 @@ __all__ = [
     "Deterministic",
     "Device",
     "Epochs",
+    "Graphs",
     "ImageSize",
     "Importance",
     "Interval",
@@ -175,6 +176,12 @@ Optimizer = Annotated[
 Autocast = Annotated[
     Literal["bf16", "fp16"] | None,
     typer.Option("--autocast", help="Half precision where it is safe.", rich_help_panel=_TRAINING),
+]
+Graphs = Annotated[
+    bool,
+    typer.Option(
+        "--graphs/--no-graphs", help="On CUDA, steps are recorded once and replayed.", rich_help_panel=_TRAINING
+    ),
 ]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.", rich_help_panel=_TRAINING)]
 Norms = Annotated[

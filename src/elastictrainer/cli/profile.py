@@ -55,6 +55,7 @@ def profile(
     batch_size: options.BatchSize = 16,
     optimizer: options.Optimizer = "sgd",
     autocast: options.Autocast = None,
+    graphs: options.Graphs = True,
     bn: options.Norms = None,
     effort: Effort = 100,
     by: By = "blocks",
@@ -93,7 +94,9 @@ def profile(
     steps = make_optimizer(optimizer, work.model.parameters(), lr=1e-3)
     loss = with_autocast(loss_fn, where, autocast)
     network = work.model.train()
-    made = measure(network, loss, work.batch(), optimizer=steps, bn=bn or work.norms, effort=effort, seed=seed)
+    made = measure(
+        network, loss, work.batch(), optimizer=steps, bn=bn or work.norms, effort=effort, seed=seed, captured=graphs
+    )
     if out is not None:
         write(out, made.to_json())
     if picture is not None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elastictrainer.graph import Graph
 from elastictrainer.profiling.profile import Lane, Memory, Residual
-from elastictrainer.profiling.steps import Stepper, Timed, nonnegative_fit
+from elastictrainer.profiling.steps import Timed, nonnegative_fit
 from elastictrainer.profiling.timing import Alone, PartTimes, deepest
 from elastictrainer.profiling.trace import Trace
 
@@ -59,8 +60,12 @@ def calibration_plans(graph: Graph, count: int, *, seed: int = 0) -> list[tuple[
     return plans
 
 
+class _Timer(Protocol):
+    def timed(self, steps: int = 1) -> Timed: ...
+
+
 def run_plans(
-    stepper: Stepper,
+    stepper: _Timer,
     plans: Sequence[tuple[int, ...]],
     train: Callable[[Sequence[int]], None],
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +18,28 @@ from elastictrainer.budget import format_seconds
 from elastictrainer.errors import BudgetError, ConfigError, ProfileError
 from elastictrainer.graph import Graph
 from elastictrainer.profiling.cache import Cache, describe
-from elastictrainer.profiling.calibrate import calibrate, calibration_plans, fit_optimizer, raw_lane, run_plans
+from elastictrainer.profiling.calibrate import (
+    Measured,
+    calibrate,
+    calibration_plans,
+    fit_optimizer,
+    raw_lane,
+    run_plans,
+)
 from elastictrainer.profiling.profile import Memory, Profile, Residual
+from elastictrainer.profiling.replays import Replays
 from elastictrainer.profiling.steps import Stepper
 from elastictrainer.profiling.timing import split_alone, time_parts
 from elastictrainer.profiling.trace import LossFn, forward, trace
 from elastictrainer.profiling.weigh import weigh
 from elastictrainer.runtime.apply import apply, unwrap
+from elastictrainer.runtime.capture import Recorder, Uncapturable, find_recorder
 from elastictrainer.runtime.untouched import untouched
 
 __all__ = ["candidates_of", "profile"]
 
 LEAST_EFFORT = 12
+REPLAYS = 8  # of a plan in a round: each is short, and recording it was dear
 BESIDES = 9  # steps that a profile takes beyond its effort
 _UNKNOWN = Residual(0.0, 0.0, 0)
 
@@ -45,6 +55,7 @@ def profile(
     cache: str | Path | None = None,
     seed: int = 0,
     limit_s: float | None = None,
+    captured: bool = False,
 ) -> Profile:
     """What every tensor of this model costs to train, on this device, with this batch and optimizer.
 
@@ -70,6 +81,8 @@ def profile(
         cache: a folder in which profiles are kept and found again, keyed by everything that changes the answer; one
             that was taken with less effort is taken again.
         limit_s: give up as soon as it is clear, after about a quarter of the work, that it would take longer.
+        captured: on CUDA, price steps that are recorded once and replayed (`et.fit(graphs=True)`), where the host's
+            launches cost next to nothing. `Profile.captured` says whether that could be done.
 
     Raises:
         BudgetError: it would take longer than `limit_s`; `least` is about what it would take.
@@ -82,13 +95,17 @@ def profile(
     model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
     _refuse(model)
     candidates = candidates_of(model, optimizer)
+    recorder = find_recorder(next(iter(candidates.values())).device) if captured else None
     context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn) | {"effort": effort}
+    context |= {"captured": True} if recorder is not None else {}
     store = Cache(Path(cache)) if cache is not None else None
     if store is not None and (found := store.find(context)) is not None:
         return found
     made = _measure(
-        model, loss_fn, batch, optimizer, candidates, bn=bn, effort=effort, context=context, seed=seed, limit_s=limit_s
-    )
+        model, loss_fn, batch, optimizer, candidates,
+        bn=bn, effort=effort, context=context, seed=seed, limit_s=limit_s,
+        recorder=recorder,
+    )  # fmt: skip
     if store is not None:
         store.keep(made)
     return made
@@ -106,6 +123,7 @@ def _measure(
     context: dict[str, Any],
     seed: int,
     limit_s: float | None,
+    recorder: Recorder | None,
 ) -> Profile:
     start = time.perf_counter()
     with _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
@@ -136,22 +154,48 @@ def _measure(
         optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
         steps, warmup = (2, 1) if stepper.cuda else (1, 0)
         rounds = max(1, min(8, round((effort - 15) / (0.7 * (steps + warmup) * len(plans)))))  # a plan is 0.7 steps
-        measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps)
+        replayed = _replayed(stepper, plans, train, recorder, rounds=rounds)
+        if replayed is not None:
+            measured, forward_s = replayed, 0.0
+        else:
+            measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps)
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
         forwards, optimizers = [forward_s], [optimizer_host]
         if stepper.cuda:
             forwards.append(stepper.device_s(lambda: loss_fn(model, batch)))
             optimizers.append(_device_optimizer(stepper, graph, subsets))
             memory = _observed(stepper, Profile(graph, (), memory, _UNKNOWN), plans[:4], train)
+        drafts = [raw_lane(traced, part, alone) for part in parts]
+        if replayed is not None:  # what the host would take to launch is not waited for
+            drafts = [replace(drafts[-1], name="replay")]
+            forwards, optimizers = forwards[-1:], optimizers[-1:]
         lanes, error = calibrate(
             graph,
             memory,
-            [raw_lane(traced, part, alone) for part in parts],
+            drafts,
             measured,
             forward_s=forwards,
             optimizer=optimizers,
         )
     return Profile(graph=graph, lanes=lanes, memory=memory, error=error, context=context)
+
+
+def _replayed(
+    stepper: Stepper,
+    plans: Sequence[tuple[int, ...]],
+    train: Callable[[Sequence[int]], None],
+    recorder: Recorder | None,
+    *,
+    rounds: int,
+) -> list[Measured] | None:
+    """The plans as steps that are recorded once and replayed; None where they cannot be, or are not to be."""
+    if recorder is None:
+        return None
+    replays = Replays(stepper, train, recorder)
+    try:
+        return run_plans(replays, plans, replays.train, rounds=rounds, steps=REPLAYS)[0]
+    except Uncapturable:
+        return None
 
 
 def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:

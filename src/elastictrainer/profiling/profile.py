@@ -24,7 +24,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """A clock that every step waits for: `"cpu"`; on CUDA `"launch"` (the host issuing work) and `"device"`.
+    """A clock that every step waits for: `"cpu"`; on CUDA `"launch"` (the host issuing work) and `"device"`, or
+    `"replay"` alone, of steps that are recorded once and replayed.
 
     Per node: `forward_s`; `fused_s`, paid when the node is reached at all; `pass_s`, what the operations above it pay
     to hand it a gradient. Per tensor: `dw_s`, its gradient, and `opt_s`, its share of the optimizer's step. Every step
@@ -133,6 +134,11 @@ class Profile:
     error: Residual
     context: dict[str, Any] = field(default_factory=dict)
     data_s: float = 0.0
+
+    @property
+    def captured(self) -> bool:
+        """Whether these are the prices of steps that are recorded once and replayed (CUDA graphs)."""
+        return any(lane.name == "replay" for lane in self.lanes)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -67,6 +67,15 @@ class Stepper:
         loss = self.loss_fn(self.model, self.batch)
         forward_s = time.perf_counter() - start
         loss.backward()
+        self.move()
+        return forward_s
+
+    def gradients(self) -> None:
+        """The step's first half alone: forward and backward."""
+        self.loss_fn(self.model, self.batch).backward()
+
+    def move(self) -> None:
+        """Its second half: the optimizer's step on the gradients that are there, and their end."""
         if self.optimizer is not None:
             for ours, copied in self.pairs:
                 copied.grad = ours.grad
@@ -77,7 +86,17 @@ class Stepper:
             parameter.grad = None
         for _, copied in self.pairs:
             copied.grad = None
-        return forward_s
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """The parameters' gradients, which they no longer hold."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
+
+    def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients):
+            parameter.grad = gradient
 
     def timed(self, steps: int = 1) -> Timed:
         """The plan that stands, a step at a time; on CUDA after one step of warm-up, `steps` back to back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,9 +157,17 @@ class Adaptive(Elastic):
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def step_loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss to train by: from what was kept of the batch, if its features were."""
-        return self.loss_fn(model, batch) if self.keeper is None else self.keeper.loss_fn(model, batch)
+    def inputs(self, batch: Any) -> Any:
+        """All that a batch's loss is a function of: what was kept of it, too."""
+        return (batch, ()) if self.keeper is None else self.keeper.inputs(batch)
+
+    def loss_of(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The loss to train by, of what `inputs` gave."""
+        return self.loss_fn(model, inputs[0]) if self.keeper is None else self.keeper.loss_of(model, inputs)
+
+    @property
+    def standing(self) -> Hashable:
+        return super().standing, self.keeper.standing if self.keeper is not None else None
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """The batches of one pass over the data, or as many as there is time for.

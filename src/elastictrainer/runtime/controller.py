@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median
@@ -125,7 +125,10 @@ class Elastic:
         self._checked_epoch = -1
         self.shrinking = False
         """Set by who rebuilds the network where the policy says that it shrinks: `et.fit`."""
+        self.captured = False
+        """Set by who records steps once and replays them: `et.fit`. Prices are then of such steps."""
         self._rebuilt = 0
+        self._stood = 0
         self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
         self._loaded = False
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
@@ -205,6 +208,16 @@ class Elastic:
         """Names what is trained: the plan, and how often the network under it was rebuilt."""
         assert self.plan is not None
         return f"{self.plan.id}-{self._rebuilt}" if self._rebuilt else self.plan.id
+
+    @property
+    def standing(self) -> Hashable:
+        """Changes whenever a plan is put on the model."""
+        return self._stood
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps may be recorded and replayed: this was asked for, and they are priced as such."""
+        return self.captured and (self.profile is None or self.profile.captured)
 
     def rebuilt(self, *, smaller: bool) -> None:
         """After `undo`, within an epoch: the plan stands again, as a new event if the network has lost channels."""
@@ -301,7 +314,7 @@ class Elastic:
                 taken = take_profile(
                     self.model, self.loss_fn, batch, optimizer=self.optimizer, bn=self._bn,
                     cache=None if anew else self.cache, seed=self.seed, effort=self._effort(),
-                    limit_s=self._profile_limit_s(),
+                    limit_s=self._profile_limit_s(), captured=self.captured,
                 )  # fmt: skip
                 self.profile = Profile.from_dict(from_first_rank(taken.to_dict())) if ranks() > 1 else taken
             self._steering.profiled(self.profile, taken=True)
@@ -342,7 +355,7 @@ class Elastic:
 
     def _time_forward(self, batch: Any) -> None:
         """Time the forward pass, always with a plan on the model: norms and layers then run as they do in training."""
-        if not self._steering.timed:
+        if not self._steering.timed or self.replays:  # launched one by one, it would tell of the host
             return
         with self._charge("forward"), untouched(self.model), torch.no_grad():
             seconds = []
@@ -405,6 +418,7 @@ class Elastic:
         """Put the plan on the model and tell the account what its steps should cost."""
         assert self.plan is not None
         assert self.profile is not None
+        self._stood += 1
         with self._charge("apply"):
             if self._applied is None:
                 self._applied = apply(

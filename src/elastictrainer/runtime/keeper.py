@@ -74,6 +74,8 @@ class Keeper:
         self._stand_ins: StandIns | None = None
         self._laid_out: Any = None
         self.hits = self.misses = 0  # of stores that are gone
+        self.standing = 0
+        """Changes whenever the model is divided anew, or not any more."""
         self._inner = unwrap(model)
 
     @property
@@ -111,6 +113,7 @@ class Keeper:
         `batch` is any batch with its images. What was kept stays if it still holds: the same cut of the same weights.
         Costs about six forward passes of a few samples and one pass over the prefix's weights.
         """
+        self.standing += 1
         few = tree_map(lambda leaf: leaf[:CHECKED] if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch)
         few = Batch(*few) if isinstance(batch, Batch) else few
         self.cut = self._divided(few)
@@ -176,6 +179,7 @@ class Keeper:
     def release(self) -> None:
         """Give the room back; until the next `stand`, batches are trained on as they always were."""
         self._stand_ins, self._laid_out = None, None
+        self.standing += 1
         self._let_go()
 
     def _let_go(self) -> None:
@@ -259,18 +263,33 @@ class Keeper:
 
     def batches(self, samples: NDArray[np.int64], epoch: int) -> Iterator[Batch]:
         """Batches of these samples, laid out for `loss_fn`. All of them must be kept."""
-        size = self.loader.batch_size
-        looked = self.loader.look(samples, epoch, views=self.views, pixels=False)
-        for start, batch in zip(range(0, len(samples), size), looked):
-            here = samples[start : start + size]
-            self._laid_out = (batch, here, self._codes(here, epoch))
+        assert self.kept is not None
+        # Once for all of them: a copy to a GPU waits for all that it has been asked to do.
+        places = self.kept.places(samples, self._codes(samples, epoch)).split(self.loader.batch_size)
+        for batch, at in zip(self.loader.look(samples, epoch, views=self.views, pixels=False), places):
+            self._laid_out = (batch, at)
             yield batch
         self._laid_out = None
 
+    def inputs(self, batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        """All that the loss of a batch is a function of: the batch, and what was kept of it if it is laid out.
+
+        Fetched at each call: what trains may write into it.
+        """
+        if self._laid_out is None or self._laid_out[0] is not batch or self._stand_ins is None or self.kept is None:
+            return batch, ()
+        device = next(self.model.parameters()).device  # what is kept in a file comes from there by way of the host
+        return batch, tuple(rows.to(device, non_blocking=True) for rows in self.kept.rows_at(self._laid_out[1]))
+
+    def loss_of(self, model: nn.Module, inputs: tuple[Any, tuple[Tensor, ...]]) -> Tensor:
+        """The task's loss of what `inputs` gave."""
+        batch, rows = inputs
+        if not rows:
+            return self.plain_loss_fn(model, batch)
+        assert self._stand_ins is not None
+        with self._stand_ins.standing_in(rows):
+            return self.plain_loss_fn(model, batch)
+
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
         """The task's loss; for the batch that is laid out, by what was kept of it."""
-        if self._laid_out is None or self._laid_out[0] is not batch or self._stand_ins is None or self.kept is None:
-            return self.plain_loss_fn(model, batch)
-        # Fetched at each call: what trains may write into it.
-        with self._stand_ins.standing_in(self.kept.get(*self._laid_out[1:])):
-            return self.plain_loss_fn(model, batch)
+        return self.loss_of(model, self.inputs(batch))

@@ -153,17 +153,24 @@ class Kept:
 
     def get(self, samples: NDArray[np.int64], codes: NDArray[np.int64]) -> list[Tensor]:
         """The rows of samples that are all there, as they crossed."""
+        return self.rows_at(self.places(samples, codes))
+
+    def places(self, samples: NDArray[np.int64], codes: NDArray[np.int64]) -> Tensor:
+        """Where the rows of samples are that are all there; on the device, which need not be waited for again."""
         found = self.slots(samples, codes)
         assert (found >= 0).all(), "asked for a row that was never kept"
-        self.hits += len(samples)
-        at = torch.from_numpy(found).to(self.device)
+        return torch.from_numpy(found).to(self.device)
+
+    def rows_at(self, at: Tensor) -> list[Tensor]:
+        """The rows at these places, as they crossed."""
+        self.hits += len(at)
         out = []
         for n, row in enumerate(self.rows):
             values = self._values[n].index_select(0, at).to(row.dtype)
             if self.dtype == "int8":
                 values *= self._scales[n].index_select(0, at)[:, None]
             lead, rest = (row.shape[0], row.shape[1:])
-            out.append(values.view(len(samples) * lead, *rest))
+            out.append(values.view(len(at) * lead, *rest))
         return out
 
     # -- across restarts -----------------------------------------------------------------------------------------------

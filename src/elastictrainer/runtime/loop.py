@@ -58,6 +58,7 @@ def fit(
     accumulate: int = 1,
     clip: float | None = None,
     autocast: Literal["bf16", "fp16"] | None = None,
+    graphs: bool = True,
     early_stop: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -84,6 +85,7 @@ def fit(
             for each batch:
                 plan         when due: profile (once), probe, select, apply          -> plans.jsonl, profile.json
                 step         forward, backward; every `accumulate` batches: unscale, clip, optimizer, schedule
+                             (runtime/engine.py: launch by launch, or recorded once and replayed)
                 watch        losses looked at (every step on a CPU, every 50 on an accelerator); progress
                 checkpoint   every `checkpoint_every`                                -> checkpoint/
             evaluate         on validation; the best weights are kept; early stop?
@@ -111,6 +113,8 @@ def fit(
             stepped with the optimizer; or None.
         clip: the largest norm of the gradients of what trains.
         autocast: `"bf16"`, or `"fp16"` with a gradient scaler.
+        graphs: on CUDA, record a plan's step once and replay it, so that small batches do not wait for the host; prices
+            are then of such steps. What cannot be recorded is made as ever; `result.graphs` says why.
         early_stop: stop after so many epochs without a better validation.
         out: the run folder (see `runtime/run_folder.py`); without it nothing is written and nothing can be resumed.
         resume: go on with the run in `out`, however it ended; begin it where there is none yet.
@@ -131,7 +135,7 @@ def fit(
         epochs=epochs, accumulate=accumulate, clip=clip, autocast=autocast, early_stop=early_stop, seed=seed,
         deterministic=deterministic, checkpoint_every_s=parse_seconds(checkpoint_every), resume=resume,
         scheduler=scheduler, metric=metric, progress=progress, tensorboard=tensorboard,
-        weights_metadata=weights_metadata or {},
+        weights_metadata=weights_metadata or {}, graphs=graphs,
     )  # fmt: skip
     deciding = {
         "budget": budget, "policy": policy, "importance": importance, "interval": interval, "pin": pin,
@@ -156,18 +160,9 @@ def fit(
                 for batch in run.elastic.epoch(run.feed()):
                     run.shrink(batch)
                     run.count_flops(batch)
-                    loss = run.step_loss_fn(model, batch)
-                    run.scaler.scale(loss / run.group_size).backward()
-                    run.stepped(loss)
+                    run.stepped(run.engine.backward(batch, share=run.group_size))
                     if run.gradients_complete:
-                        run.scaler.unscale_(optimizer)
-                        if clip is not None:
-                            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip)
-                        scale = run.scaler.get_scale()
-                        run.scaler.step(optimizer)
-                        run.scaler.update()
-                        optimizer.zero_grad(set_to_none=True)
-                        run.schedule_step(skipped=run.scaler.get_scale() < scale)
+                        run.schedule_step(skipped=not run.engine.move())
                         if interrupts.asked or run.checkpoint_due:
                             run.checkpoint()
                         if interrupts.asked:

@@ -38,9 +38,9 @@ class SGDW(SGD):
                 loss = closure()
         for group in self.param_groups:
             moving = [p for p in group["params"] if p.grad is not None]
-            decay = group["lr"] * group.get("decoupled_weight_decay", 0.0)
-            if moving and decay:
-                torch._foreach_mul_(moving, 1.0 - decay)
+            decay = group.get("decoupled_weight_decay", 0.0)
+            if moving and decay:  # asked of the decay alone: the rate may be a tensor on the device
+                torch._foreach_mul_(moving, 1.0 - group["lr"] * decay)
         super().step()
         return loss
 

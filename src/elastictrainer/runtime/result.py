@@ -55,8 +55,8 @@ class Result:
     `train_s` is training with everything that deciding cost (`overhead_s`), without evaluation and checkpoints.
     `measured_ratio` is of the steps alone: their seconds over those of as many full steps. `accuracy` holds the
     validation's per epoch, and the final one of the weights that were kept, on the test data where there are any.
-    `compilations` are the graphs that `torch.compile` built since the run began or was last resumed. What was not
-    measured is None, never a guess.
+    `compilations` are the graphs that `torch.compile` built since the run began or was last resumed, `graphs` what was
+    recorded and replayed since then (None where steps are made as ever). What was not measured is None, never a guess.
     """
 
     policy: str
@@ -91,6 +91,7 @@ class Result:
     folder: str | None = None
     compilations: int = 0
     features: dict[str, Any] | None = None
+    graphs: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ from elastictrainer.profiling.profile import Profile
 from elastictrainer.report import write_report
 from elastictrainer.runtime.adaptive import Adaptive
 from elastictrainer.runtime.apply import unwrap
+from elastictrainer.runtime.capture import find_recorder
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.ending import Ending
+from elastictrainer.runtime.engine import Eager, Replayed
 from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
 from elastictrainer.runtime.feed import Feed
 from elastictrainer.runtime.losses import Losses
 from elastictrainer.runtime.meters import Meters
 from elastictrainer.runtime.progress import Board, describe, make_progress
 from elastictrainer.runtime.prunetrain import PruneTrain
+from elastictrainer.runtime.ranks import ranks
 from elastictrainer.runtime.resize import resize
 from elastictrainer.runtime.result import Record, Result, versions
 from elastictrainer.runtime.run_folder import RunFolder
@@ -97,7 +101,7 @@ class Run:
         self.ending: Ending | None = None
         self.elastic = self._make_elastic(deciding)
         self.adaptive = self.elastic if isinstance(self.elastic, Adaptive) else None
-        self.step_loss_fn = self.adaptive.step_loss_fn if self.adaptive is not None else self.loss_fn
+        self.engine = self._make_engine()
         self.schedule = self._make_schedule()
         stack.callback(self.elastic.undo)
         self.pruning: PruneTrain | None = None
@@ -183,6 +187,28 @@ class Run:
             self.model, self.optimizer, self.loss_fn, epochs=self.settings.epochs, loader=self.train_loader,
             keep=replace(keep, folder=folder), ending=self.ending, began=self.began, **options,
         )  # fmt: skip
+
+    def _make_engine(self) -> Eager:
+        """Steps that are recorded and replayed where that is wanted and possible, and steps as ever elsewhere."""
+        elastic, settings, adaptive = self.elastic, self.settings, self.adaptive
+        make: Callable[..., Eager] = Eager
+        recorder = find_recorder(self.device) if settings.graphs else None
+        # Accumulated gradients stay where they are, networks that shrink and ranks that talk do not; and what is to be
+        # bit by bit the same after a kill must not hang on where a recording began.
+        apart = settings.accumulate > 1 or elastic.policy.shrinks or settings.deterministic or ranks() > 1
+        if recorder is not None and not apart and unwrap(self.model) is self.model:
+            elastic.captured = True
+            make = partial(
+                Replayed, recorder=recorder, standing=lambda: elastic.standing, allowed=lambda: elastic.replays
+            )
+        return make(
+            self.model,
+            self.optimizer,
+            adaptive.loss_of if adaptive is not None else self.loss_fn,
+            inputs=adaptive.inputs if adaptive is not None else _itself,
+            scaler=self.scaler,
+            clip=settings.clip,
+        )
 
     def _make_ending(self) -> Ending:
         def forward_s() -> float:
@@ -270,7 +296,9 @@ class Run:
         if plan not in self.record.flops_by_plan:
             start, overhead_s = self.clock(), self.elastic.overhead_s
             with self.elastic.pause(), self.meters.paused():
-                self.record.flops_by_plan[plan] = self.meters.step_flops(self.model, self.step_loss_fn, batch)
+                self.record.flops_by_plan[plan] = self.meters.step_flops(
+                    self.model, self.engine.loss_fn, self.engine.inputs(batch)
+                )
             overhead_s["flops"] = overhead_s.get("flops", 0.0) + self.clock() - start
 
     @property
@@ -519,6 +547,7 @@ class Run:
             folder=None if self.folder is None else str(self.folder.path),
             compilations=stats["compilations"],
             features=stats.get("features"),
+            graphs=self.engine.account(),
         )
 
     def of_the_run(self, error: BudgetError) -> BudgetError:
@@ -564,6 +593,10 @@ class Run:
             "ratio": self.elastic.ratio,
             "budget": None if budget is None else self.config["budget"],
         }
+
+
+def _itself(batch: Any) -> Any:
+    return batch
 
 
 def _best_name(epoch: int) -> str:

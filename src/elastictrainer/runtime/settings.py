@@ -39,6 +39,7 @@ class Settings:
     progress: bool
     tensorboard: bool
     weights_metadata: dict[str, str]
+    graphs: bool = True
 
     def check(self, *, has_validation: bool, has_folder: bool, steps_per_epoch: int | None) -> None:
         """Everything wrong with them, in one error."""
@@ -100,6 +101,7 @@ def configuration(
         "metric": settings.metric
         if settings.metric is None or isinstance(settings.metric, str)
         else _name(settings.metric),
+        "graphs": settings.graphs,
         "seed": settings.seed,
         "deterministic": settings.deterministic,
         "network": _network(model),
