@@ -73,20 +73,14 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         policy = {"shorter": "full", "full": "full"}.get(method, method)
         share = 1.0
         if method == "lora":
-            full = et.profile(
-                model.train(), loss_fn, next(iter(data.train)), optimizer=optimizer, effort=30, captured=True
-            )
+            full = priced(model, data.train, optimizer)
             model, policy = with_lora(model, loaded.head), "full"
             optimizer = sgd(model, cell["lr"])
-            own = et.profile(
-                model.train(), loss_fn, next(iter(data.train)), optimizer=optimizer, effort=30, captured=True
-            )
+            own = priced(model, data.train, optimizer)
             share, shared["profile"] = own.full_step_s / full.full_step_s, own
         elif policy != "full":
             # As many passes as fit, at the price of this method's own step.
-            profile = et.profile(
-                model.train(), loss_fn, next(iter(data.train)), optimizer=optimizer, effort=30, captured=True
-            )
+            profile = priced(model, data.train, optimizer)
             share, shared["profile"] = SHARE, profile
             if not (found := et.policies.find_policy(policy)).needs_scores:
                 share = found.plan(profile, None, budget=SHARE, pin="head").ratio

@@ -21,9 +21,10 @@ import elastictrainer as et
 from elastictrainer.profiling import measure
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime import run
-from elastictrainer.runtime.capture import CudaRecorder, Uncapturable, as_captured, steps_in_a_graph
-from elastictrainer.runtime.engine import KINDS, WARM, Eager, Replayed
+from elastictrainer.runtime.capture import CudaRecorder, Uncapturable
+from elastictrainer.runtime.engine import KINDS, MANY, WARM, Eager, Replayed
 from elastictrainer.runtime.optimizers import make_optimizer
+from elastictrainer.runtime.recorded_step import as_recorded, steps_in_a_recording
 
 
 class Again:
@@ -148,7 +149,7 @@ def test_hooks_of_someone_else_are_called_at_every_step() -> None:
     optimizer = sgd(model)
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    assert not steps_in_a_graph(optimizer)
+    assert not steps_in_a_recording(optimizer)
     train(engine(model, optimizer), batches(9))
     assert len(calls) == 9
 
@@ -222,6 +223,20 @@ def test_a_batch_that_differs_in_more_than_tensors_is_never_taken_for_another() 
     assert steps.replayed == 0
 
 
+def test_batches_hardly_two_of_which_are_alike_are_given_up() -> None:
+    model = small_net()
+    steps = engine(model, sgd(model), inputs=lambda batch: (*batch, object()))
+    train(steps, batches(MANY + 2))
+    assert "alike" in str(steps.obstacle)
+
+
+def test_who_asked_is_told_once() -> None:
+    told: list[str] = []
+    model = small_net()
+    train(engine(model, sgd(model), Again(fails="not permitted"), gives_up=told.append), batches(10))
+    assert told == ["not permitted"]
+
+
 # -- through the loop --------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +246,7 @@ def captured(profile: Profile) -> Profile:
 
 def fit(model: nn.Module, **options: Any) -> Any:
     options.setdefault("profile", captured(chain_profile(model)))
+    options.setdefault("graphs", True)
     options.setdefault("policy", "elastic")
     return et.fit(
         model, sgd(model), cross_entropy, batches(9), epochs=4, budget="0.7x", interval=1, feedback=False,
@@ -240,13 +256,13 @@ def fit(model: nn.Module, **options: Any) -> Any:
 
 def test_runs_agree_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = small_net(dropout=0.2), small_net(dropout=0.2)
-    plain = fit(theirs, graphs=False)
+    plain = fit(theirs, graphs=False, profile=chain_profile(theirs))
     recorder = Again()
     monkeypatch.setattr(run, "find_recorder", lambda device: recorder)
     result = fit(mine)
     assert result.loss["per_epoch"] == pytest.approx(plain.loss["per_epoch"], rel=1e-4)
     agree(mine, theirs)
-    assert [plan["id"] for plan in result.plans] == [plan["id"] for plan in plain.plans]
+    assert len(result.plans) == len(plain.plans) == 4
     assert result.graphs == {"recorded": 4, "replayed": 4 * (9 - WARM), "obstacle": None}
     assert plain.graphs is None
 
@@ -258,7 +274,10 @@ def test_runs_agree_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_where_it_would_be_wrong_it_is_not_done(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "find_recorder", lambda device: Again())
-    assert fit(small_net(), **options).graphs is None
+    model = small_net()
+    assert fit(model, **options, profile=chain_profile(model)).graphs is None
+    with pytest.raises(et.ProfileError, match="--no-graphs"):
+        fit(small_net(), **options)
 
 
 def test_a_network_that_shrinks_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +288,7 @@ def test_a_network_that_shrinks_is_not_recorded(monkeypatch: pytest.MonkeyPatch)
     model = images.network()
     result = et.fit(
         model, sgd(model), images.loss_fn, images.loader(16), epochs=1, policy="prunetrain",
-        profile=captured(images.profile()), progress=False,
+        profile=images.profile(), progress=False,
     )  # fmt: skip
     assert result.graphs is None
 
@@ -293,20 +312,35 @@ def test_kept_features_go_into_the_recording(monkeypatch: pytest.MonkeyPatch) ->
             self.now += 1e-3
             return self.now
 
-    def adapt(model: nn.Module) -> Any:
-        return images.fit(
-            model=model, budget="0.5x", deterministic=False, clock=Ticking(), profile=captured(images.profile())
-        )
+    def adapt(model: nn.Module, price: Profile) -> Any:
+        return images.fit(model=model, budget="0.5x", deterministic=False, clock=Ticking(), profile=price)
 
     mine, theirs = images.network(), images.network()
-    plain = adapt(theirs)
+    plain = adapt(theirs, images.profile())
     recorder = Again()
     monkeypatch.setattr(run, "find_recorder", lambda device: recorder)
-    result = adapt(mine)
+    result = adapt(mine, captured(images.profile()))
     assert result.features["hits"] > 0
     assert result.graphs["replayed"] > result.steps / 2
-    assert result.steps == plain.steps
-    assert result.loss["per_epoch"] == pytest.approx(plain.loss["per_epoch"], rel=1e-3)
+    assert result.overhead_s["record"] > 0  # on this clock every look takes time, so the two runs part ways there
+    assert result.plans[0]["id"] == plain.plans[0]["id"]
+    assert result.loss["per_epoch"][0] == pytest.approx(plain.loss["per_epoch"][0], rel=1e-3)
+
+
+def test_a_run_that_cannot_be_recorded_is_priced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "find_recorder", lambda device: Again(fails="not permitted"))
+    model = small_net()
+    taken: list[bool] = []
+    real = measure.profile
+
+    def take(*args: Any, captured: bool = False, **options: Any) -> Profile:
+        taken.append(captured)
+        return real(*args, **options)
+
+    monkeypatch.setattr("elastictrainer.runtime.controller.take_profile", take)
+    result = fit(model)
+    assert result.graphs["obstacle"] == "not permitted"
+    assert taken == [False]
 
 
 def test_prices_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,8 +351,9 @@ def test_prices_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     profile = et.profile(model, cross_entropy, batches(1)[0], optimizer=optimizer, effort=12, captured=True)
     assert profile.captured
-    assert [lane.name for lane in profile.lanes] == ["replay"]
-    assert recorder.count == 5  # a plan each, however often it is replayed
+    assert [lane.name for lane in profile.lanes] == ["launch", "replay"]
+    assert recorder.count == 5 + 1 + 3  # a plan each, however often it is replayed; forward; the optimizer's step
+    assert profile.lanes[0].overhead_s > 0
     assert 0 < profile.step_s(["11.weight"]) <= profile.full_step_s
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
@@ -331,7 +366,7 @@ def test_options_come_back_even_if_the_step_fails() -> None:
     model = small_net()
     optimizer = sgd(model)
     before = [dict(group) for group in optimizer.param_groups]
-    with pytest.raises(RuntimeError, match="on purpose"), as_captured(optimizer, [torch.tensor(0.1)]):
+    with pytest.raises(RuntimeError, match="on purpose"), as_recorded(optimizer, [torch.tensor(0.1)]):
         raise RuntimeError("on purpose")
     assert [dict(group) for group in optimizer.param_groups] == before
 
@@ -371,6 +406,47 @@ def test_on_cuda_replayed_steps_are_the_steps(preset: str, dropout: float) -> No
     assert torch.equal(results[0][2], results[1][2])
 
 
+@needs_cuda
+@pytest.mark.parametrize("preset", PRESETS)
+def test_on_cuda_plans_come_and_go(preset: str) -> None:
+    """Tensors wake and rest, one recorder records them all, and what it recorded before is gone by then."""
+    plans = [["11.weight"], ["11.weight", "11.bias", "7.weight", "0.weight"], ["11.weight", "2.bias"]]
+    results = []
+    for recorder in (None, CudaRecorder(torch.device("cuda", 0))):
+        model, optimizer, data = on_cuda(PRESETS[preset], dropout=0.2)
+        torch.manual_seed(3)
+        stood = [0]
+        steps = (
+            plain(model, optimizer, clip=0.5)
+            if recorder is None
+            else engine(model, optimizer, recorder, clip=0.5, standing=lambda stood=stood: stood[0])
+        )
+        for number, plan in enumerate(plans):
+            with et.apply(model, plan, optimizer=optimizer):
+                stood[0] = number
+                train(steps, data)
+        results.append(model)
+    assert steps.account() == {"recorded": 3, "replayed": 3 * (12 - WARM), "obstacle": None}
+    for mine, theirs in zip(results[1].parameters(), results[0].parameters()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+@needs_cuda
+def test_on_cuda_under_autocast() -> None:
+    def half(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return cross_entropy(model, batch)
+
+    results = []
+    for recorder in (None, CudaRecorder(torch.device("cuda", 0))):
+        model, optimizer, data = on_cuda(sgd)
+        steps = plain(model, optimizer) if recorder is None else engine(model, optimizer, recorder)
+        steps.loss_fn = half
+        results.append(train(steps, data))
+    assert steps.replayed == 12 - WARM
+    assert results[1] == pytest.approx(results[0], rel=2e-2)
+
+
 class Asking(nn.Module):
     """Asks the device for a number at each pass, so no graph can hold it."""
 
@@ -399,6 +475,7 @@ def test_on_cuda_what_asks_the_device_is_made_as_ever(unheard: bool, monkeypatch
     assert all(torch.isfinite(torch.tensor(losses)))
     assert steps.obstacle
     assert steps.replayed == 0
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.rand(3, device="cuda")
     other, moves, data = on_cuda(sgd)  # and the next model can be recorded all the same
     again = engine(other, moves, CudaRecorder(torch.device("cuda", 0)))

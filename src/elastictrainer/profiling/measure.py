@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from elastictrainer.profiling.calibrate import (
     raw_lane,
     run_plans,
 )
-from elastictrainer.profiling.profile import Memory, Profile, Residual
+from elastictrainer.profiling.profile import Lane, Memory, Profile, Residual
 from elastictrainer.profiling.replays import Replays
 from elastictrainer.profiling.steps import Stepper
 from elastictrainer.profiling.timing import split_alone, time_parts
@@ -154,21 +154,23 @@ def _measure(
         optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
         steps, warmup = (2, 1) if stepper.cuda else (1, 0)
         rounds = max(1, min(8, round((effort - 15) / (0.7 * (steps + warmup) * len(plans)))))  # a plan is 0.7 steps
-        replayed = _replayed(stepper, plans, train, recorder, rounds=rounds)
-        if replayed is not None:
-            measured, forward_s = replayed, 0.0
-        else:
-            measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps)
+        replayed = _replayed(stepper, plans, train, subsets, recorder, rounds=rounds)
+        measured, forward_s = (
+            run_plans(stepper, plans, train, rounds=rounds, steps=steps)
+            if replayed is None
+            else (replayed.measured, 0.0)
+        )
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
         forwards, optimizers = [forward_s], [optimizer_host]
-        if stepper.cuda:
+        if stepper.cuda and replayed is None:
             forwards.append(stepper.device_s(lambda: loss_fn(model, batch)))
             optimizers.append(_device_optimizer(stepper, graph, subsets))
+        if stepper.cuda:
             memory = _observed(stepper, Profile(graph, (), memory, _UNKNOWN), plans[:4], train)
         drafts = [raw_lane(traced, part, alone) for part in parts]
-        if replayed is not None:  # what the host would take to launch is not waited for
+        if replayed is not None:  # the device's parts; what the host would take to launch them is not waited for
             drafts = [replace(drafts[-1], name="replay")]
-            forwards, optimizers = forwards[-1:], optimizers[-1:]
+            forwards, optimizers = [replayed.forward_s], [fit_optimizer(graph, subsets, replayed.optimizer_s)]
         lanes, error = calibrate(
             graph,
             memory,
@@ -177,25 +179,48 @@ def _measure(
             forward_s=forwards,
             optimizer=optimizers,
         )
+        if replayed is not None:
+            lanes = (_launching(lanes[0], replayed.host_s), *lanes)
     return Profile(graph=graph, lanes=lanes, memory=memory, error=error, context=context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """What was measured of steps that are recorded once and replayed."""
+
+    measured: list[Measured]
+    forward_s: float
+    optimizer_s: list[float]
+    host_s: float
 
 
 def _replayed(
     stepper: Stepper,
     plans: Sequence[tuple[int, ...]],
     train: Callable[[Sequence[int]], None],
+    subsets: Sequence[tuple[int, ...]],
     recorder: Recorder | None,
     *,
     rounds: int,
-) -> list[Measured] | None:
+) -> _Replayed | None:
     """The plans as steps that are recorded once and replayed; None where they cannot be, or are not to be."""
     if recorder is None:
         return None
     replays = Replays(stepper, train, recorder)
     try:
-        return run_plans(replays, plans, replays.train, rounds=rounds, steps=REPLAYS)[0]
+        measured, _ = run_plans(replays, plans, replays.train, rounds=rounds, steps=REPLAYS)
+        train(plans[0])
+        return _Replayed(
+            measured, replays.forward_s(), [replays.optimizer_s(subset) for subset in subsets], replays.host_s()
+        )
     except Uncapturable:
         return None
+
+
+def _launching(lane: Lane, host_s: float) -> Lane:
+    """The host's lane beside that of the replays: the same for every plan."""
+    nothing = {name: np.zeros_like(getattr(lane, name)) for name in ("forward_s", "fused_s", "pass_s", "dw_s", "opt_s")}
+    return Lane("launch", 0.0, host_s, **nothing)
 
 
 def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:

@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, eq=False)
 class Lane:
     """A clock that every step waits for: `"cpu"`; on CUDA `"launch"` (the host issuing work) and `"device"`, or
-    `"replay"` alone, of steps that are recorded once and replayed.
+    `"launch"` and `"replay"` of steps that are recorded once and replayed.
 
     Per node: `forward_s`; `fused_s`, paid when the node is reached at all; `pass_s`, what the operations above it pay
     to hand it a gradient. Per tensor: `dw_s`, its gradient, and `opt_s`, its share of the optimizer's step. Every step

@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-
-import torch
+from statistics import median
 
 from elastictrainer.metrics import synchronize
 from elastictrainer.profiling.steps import Stepper, Timed
-from elastictrainer.runtime.capture import Recorder, Uncapturable, as_captured, steps_in_a_graph
+from elastictrainer.runtime.capture import Recorder, Uncapturable
+from elastictrainer.runtime.engine import Recording, kind_of
+from elastictrainer.runtime.recorded_step import as_recorded, bring_counts, rates_of, set_rates, steps_in_a_recording
 
 __all__ = ["Replays"]
+
+REPEATS = 8  # of a part: each is short, and recording it was dear
 
 
 class Replays:
     """A stepper whose steps are replays, so that a price list can be calibrated on them.
 
-    Raises `Uncapturable` from `timed`, before anything was replayed. Costs a step as ever and a recording a plan, and
-    while it lives the memory of the largest step.
+    Raises `Uncapturable` from whatever records, before anything was replayed. Costs a step as ever and a recording a
+    plan, and while it lives the memory of the largest step.
     """
 
     def __init__(self, stepper: Stepper, train: Callable[[Sequence[int]], None], recorder: Recorder) -> None:
         self._stepper, self._train, self._recorder = stepper, train, recorder
+        self._device = stepper.parameters[0].device
         self._plan: tuple[int, ...] = ()
         self._steps: dict[tuple[int, ...], Callable[[], None]] = {}
-        self._device = stepper.parameters[0].device
-        optimizer = stepper.optimizer
-        self._whole = optimizer is not None and steps_in_a_graph(optimizer)
-        # Recordings read them where they are, as long as this lives.
-        self._rates = [
-            torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
-            for group in (optimizer.param_groups if optimizer is not None else ())
-        ]
+        # A gradient scaler, which half precision in float16 comes with, decides on the host whether to step.
+        scaled = getattr(stepper.loss_fn, "autocast", None) == "fp16"
+        self._optimizer = stepper.optimizer
+        self._whole = self._optimizer is not None and not scaled and steps_in_a_recording(self._optimizer)
+        self._rates = rates_of(self._optimizer) if self._optimizer is not None else []
 
     def train(self, plan: Sequence[int]) -> None:
         self._plan = tuple(plan)
 
     def timed(self, steps: int = 1) -> Timed:
         """The plan that was named last, so many replays back to back."""
-        step = self._steps.get(self._plan) or self._record()
+        step = self._steps.get(self._plan)
+        if step is None:
+            self._train(self._plan)
+            step = self._steps[self._plan] = self._record()
         step()
         synchronize(self._device)
         start = time.perf_counter()
@@ -49,33 +53,79 @@ class Replays:
         synchronize(self._device)
         return Timed((time.perf_counter() - start) / steps, host_s, 0.0)
 
+    def forward_s(self) -> float:
+        """The forward pass of everything trained, replayed."""
+        return self._timed(self._recorder.record(lambda: self._stepper.forward()))
+
+    def optimizer_s(self, names: Sequence[int]) -> float:
+        """The optimizer's step on these parameters (by position), replayed; as ever where it is not recorded."""
+        if self._optimizer is None or not self._whole:
+            return self._stepper.optimizer_s(names)
+        with self._stepper.pretending(names):
+            return self._timed(self._recorder.record(self._move))
+
+    def host_s(self) -> float:
+        """What the host does for a replayed step: the next batch and rates put into place, the launch."""
+        assert self._optimizer is not None or not self._rates
+        batch = self._stepper.batch
+        replay = next(iter(self._steps.values()))
+        recording = Recording(batch, self._optimizer) if self._optimizer is not None else None
+        seconds = []
+        for _ in range(REPEATS):
+            synchronize(self._device)
+            start = time.perf_counter()
+            kind_of(batch)
+            if recording is not None and self._optimizer is not None:
+                recording.take(batch)
+                set_rates(recording.rates, self._optimizer)
+            replay()
+            seconds.append(time.perf_counter() - start)
+        synchronize(self._device)
+        return median(seconds)
+
+    def _timed(self, replay: Callable[[], None]) -> float:
+        replay()
+        synchronize(self._device)
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            replay()
+        synchronize(self._device)
+        return (time.perf_counter() - start) / REPEATS
+
+    def _move(self) -> None:
+        assert self._optimizer is not None
+        with as_recorded(self._optimizer, self._rates):
+            self._stepper.move()
+
     def _record(self) -> Callable[[], None]:
-        stepper, optimizer = self._stepper, self._stepper.optimizer
-        self._train(self._plan)
-        with self._recorder.listening() as heard:
-            stepper.gradients()  # a warm-up, listened to: what waits for the device would spoil the recording
-        stepper.move()
+        stepper = self._stepper
+        with self._recorder.listening() as heard:  # a warm-up; what waits for the device would break the recording
+            stepper.gradients()
+            if self._whole and self._optimizer is not None:
+                bring_counts(self._optimizer)
+                self._move()
+            else:
+                stepper.move()
         if heard:
             raise Uncapturable(heard[0])
-        if optimizer is not None and self._whole:
+        if self._whole:
 
             def whole() -> None:
                 stepper.gradients()
-                with as_captured(optimizer, self._rates):
-                    stepper.move()
+                self._move()
 
             try:
-                step = self._recorder.record(whole)
+                return self._recorder.record(whole)
             finally:
                 stepper.take_gradients()
-        else:
+        try:
             replay = self._recorder.record(stepper.gradients)
+        finally:
             gradients = stepper.take_gradients()
 
-            def step() -> None:
-                replay()
-                stepper.put_gradients(gradients)
-                stepper.move()
+        def step() -> None:
+            replay()
+            stepper.put_gradients(gradients)
+            stepper.move()
 
-        self._steps[self._plan] = step
         return step

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,9 @@ class Stepper:
         self.move()
         return forward_s
 
+    def forward(self) -> None:
+        self.loss_fn(self.model, self.batch)
+
     def gradients(self) -> None:
         """The step's first half alone: forward and backward."""
         self.loss_fn(self.model, self.batch).backward()
@@ -124,17 +128,25 @@ class Stepper:
         """
         if self.optimizer is None:
             return 0.0
-        wanted = {id(self.parameters[k]) for k in names}
         best = float("inf")
         for _ in range(repeats):
-            for ours, copied in self.pairs:
-                kept = self._sparse.get(id(ours))
-                gradient = torch.zeros_like(copied) if kept is None else kept
-                copied.grad = gradient if id(ours) in wanted else None
-            best = min(best, (clock or self.host_s)(self.optimizer.step))
-        for _, copied in self.pairs:
-            copied.grad = None
+            with self.pretending(names):
+                best = min(best, (clock or self.host_s)(self.optimizer.step))
         return best
+
+    @contextmanager
+    def pretending(self, names: Sequence[int]) -> Iterator[None]:
+        """Inside, the optimizer finds gradients of zeros for these parameters (by position), and for no other."""
+        wanted = {id(self.parameters[k]) for k in names}
+        for ours, copied in self.pairs:
+            kept = self._sparse.get(id(ours))
+            gradient = torch.zeros_like(copied) if kept is None else kept
+            copied.grad = gradient if id(ours) in wanted else None
+        try:
+            yield
+        finally:
+            for _, copied in self.pairs:
+                copied.grad = None
 
     def host_s(self, part: Callable[[], Any]) -> float:
         """The host's own time for a part, from an empty queue."""

@@ -165,6 +165,11 @@ class Adaptive(Elastic):
         """The loss to train by, of what `inputs` gave."""
         return self.loss_fn(model, inputs[0]) if self.keeper is None else self.keeper.loss_of(model, inputs)
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with self._charge("record"):  # within the run's budget, as everything is
+            yield
+
     @property
     def standing(self) -> Hashable:
         return super().standing, self.keeper.standing if self.keeper is not None else None
@@ -272,6 +277,7 @@ class Adaptive(Elastic):
 
     def _begin_next(self, data: Pass) -> None:
         before = self.stage
+        self._price(data.peek(1)[0])  # again, if steps are not what they were priced as
         affordable = int(PROBE_SHARE * self._left_s / self._prices.full_step_s)
         if before is not None and not affordable:
             self._go_on()

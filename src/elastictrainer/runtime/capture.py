@@ -7,18 +7,22 @@ the host, no shape that hangs on a value. Tensors it reads and writes must stay 
 
 from __future__ import annotations
 
+import functools
+import gc
+import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from elastictrainer.runtime.optimizers import SGDW
-
-__all__ = ["CudaRecorder", "Recorder", "Uncapturable", "as_captured", "find_recorder", "steps_in_a_graph"]
+__all__ = ["CudaRecorder", "Recorder", "Uncapturable", "find_recorder"]
 
 
 class Uncapturable(Exception):
@@ -26,33 +30,42 @@ class Uncapturable(Exception):
 
 
 class Recorder(Protocol):
-    def listening(self) -> Any:
-        """A context for running work as usual; it gives a list that then names what no graph could hold."""
+    def listening(self) -> AbstractContextManager[list[str]]:
+        """For running work as usual; the list that it gives then names what no recording could hold."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record the work without running it; what comes back runs it."""
 
 
-class CudaRecorder:
-    """Records on a stream of its own; all that it records shares one pool of memory, since no two replays overlap.
+# A capture that failed: before torch 2.12 its allocators may go on asking the graph, which therefore must not go.
+_BROKEN: list[torch.cuda.CUDAGraph] = []
 
-    Costs of recording: the host's time for the work, and the allocator's cached blocks, which torch gives back first.
+
+class CudaRecorder:
+    """Records on a stream of its own; what it records shares one pool of memory, since no two replays overlap.
+
+    Costs of recording: the host's time for the work, a garbage collection, and the allocator's cached blocks, which
+    torch gives back first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextmanager
     def listening(self) -> Iterator[list[str]]:
+        """Notes what makes the host wait for the device, copies between the two, and random numbers of the host's:
+        a recording would break at the first, and repeat the others as they were."""
         heard: list[str] = []
-        before = torch.cuda.get_sync_debug_mode()
+        before, drawn = torch.cuda.get_sync_debug_mode(), _host_streams()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                yield heard
+                with _Crossings(heard):
+                    yield heard
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         for warning in caught:
@@ -61,81 +74,84 @@ class CudaRecorder:
                 heard.append(f"{warning.filename}:{warning.lineno} makes the host wait for the device")
             elif "prototype feature" not in text:  # what the mode says of itself
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        if _host_streams() != drawn:
+            heard.append("the step draws random numbers on the host")
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        gc.collect()  # an older step's graph, alive in a cycle, ties its gradients to the stream it ran on
+        if not self._graphs:  # a pool whose graphs are all gone cannot be recorded into again
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self._device.index or 0]
+        generator = torch.cuda.default_generators[self._index]
         seed, offset = generator.initial_seed(), generator.get_offset()
         try:
-            # Only this thread's doings count: others may decode images and pin memory meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            # The outer stream is put back even where torch.cuda.graph fails to. And only this thread's doings count:
+            # others may decode images and pin memory meanwhile.
+            with (
+                torch.cuda.device(self._index),
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 work()
-        except Exception as error:
+        except BaseException as error:
+            _BROKEN.append(graph)
             self._recover(graph, seed, offset)
-            raise Uncapturable(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+            if not isinstance(error, Exception):
+                raise
+            raise Uncapturable(_reason(error)) from error
+        self._graphs.add(graph)
         return graph.replay
+
+    @property
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self._device.index is None else self._device.index
 
     def _recover(self, graph: torch.cuda.CUDAGraph, seed: int, offset: int) -> None:
         """Torch may leave its allocator and generator believing that a failed capture goes on (pytorch#171263)."""
         with suppress(Exception):
             graph.reset()
         with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            torch._C._cuda_endAllocateToPool(self._index, self._pool)
         with suppress(Exception):
             fresh = torch.Generator(self._device)
             fresh.manual_seed(seed)
             fresh.set_offset(offset)
-            torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(fresh.graphsafe_get_state())
-        self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.default_generators[self._index].graphsafe_set_state(fresh.graphsafe_get_state())
+        self._graphs.clear()
 
 
+class _Crossings(TorchDispatchMode):
+    """Notes copies between host and device, which read or write host memory that a replay no longer finds."""
+
+    def __init__(self, heard: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heard = heard
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            kinds = {leaf.device.type for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)}
+            if len(kinds) > 1:
+                self.heard.append("the step copies between host and device")
+        return out
+
+
+def _host_streams() -> tuple[Any, ...]:
+    state = np.random.get_state(legacy=False)  # noqa: NPY002  # the global generator is what augmentation uses
+    return random.getstate(), repr(state), torch.get_rng_state().numpy().tobytes()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong first: what follows speaks of a previous error only."""
+    while error.__context__ is not None:
+        error = error.__context__
+    text = str(error)
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+@functools.cache
 def find_recorder(device: torch.device) -> Recorder | None:
-    """What can record on this device; None where nothing can."""
+    """What can record on this device, one for all; None where nothing can."""
     return CudaRecorder(device) if device.type == "cuda" else None
-
-
-# Exactly these: what a subclass adds to a step may be the host's work, which no graph repeats.
-_STEPS = (SGD, SGDW, Adam, AdamW)
-
-
-def steps_in_a_graph(optimizer: Optimizer) -> bool:
-    """Whether this optimizer's own step can be recorded, with a learning rate that goes on changing.
-
-    Someone else's hooks around the step may be the host's work, too.
-    """
-    ours = ("FusedStart",)
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    foreign = [h for h in hooks if type(getattr(h, "__self__", None)).__name__ not in ours]
-    dense = all(
-        p.grad is None or (p.grad.layout is torch.strided and p.grad.is_floating_point())
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
-    plain = not any(group.get("differentiable") for group in optimizer.param_groups)
-    return type(optimizer) in _STEPS and not foreign and dense and plain
-
-
-@contextmanager
-def as_captured(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, a step of this optimizer reads each group's learning rate from a tensor and asks the device nothing.
-
-    SGD does so in its fused kernel, Adam as `capturable`, which counts steps on the device. The groups are afterwards
-    as they were; Adam's counts stay on the device, where its other ways of stepping find them, too.
-    """
-    before = [dict(group) for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-        if isinstance(optimizer, SGD):
-            group["fused"], group["foreach"] = True, False
-        else:
-            group["capturable"] = True
-            for parameter in group["params"]:
-                count = optimizer.state.get(parameter, {}).get("step")
-                if isinstance(count, Tensor) and count.device != parameter.device:
-                    optimizer.state[parameter]["step"] = count.to(parameter.device, torch.float32)
-    try:
-        yield
-    finally:
-        for group, was in zip(optimizer.param_groups, before):
-            group.clear()
-            group.update(was)

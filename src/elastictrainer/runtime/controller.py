@@ -127,6 +127,7 @@ class Elastic:
         """Set by who rebuilds the network where the policy says that it shrinks: `et.fit`."""
         self.captured = False
         """Set by who records steps once and replays them: `et.fit`. Prices are then of such steps."""
+        self._reprice = False
         self._rebuilt = 0
         self._stood = 0
         self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
@@ -219,6 +220,17 @@ class Elastic:
         """Whether steps may be recorded and replayed: this was asked for, and they are priced as such."""
         return self.captured and (self.profile is None or self.profile.captured)
 
+    def replays_no_more(self) -> None:
+        """Steps turned out not to be recordable: they are made as ever, and priced so from the next decision on."""
+        self._reprice = self.replays
+        self.captured = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Recording a step is no step's time."""
+        with self.pause(), self._charge("record"):
+            yield
+
     def rebuilt(self, *, smaller: bool) -> None:
         """After `undo`, within an epoch: the plan stands again, as a new event if the network has lost channels."""
         assert self.plan is not None
@@ -309,7 +321,8 @@ class Elastic:
     # -- the parts, each timed ---------------------------------------------------------------------------------------
 
     def _price(self, batch: Any, *, anew: bool = False) -> None:
-        if self.profile is None or anew:
+        if self.profile is None or anew or self._reprice:
+            self._reprice = False
             with self._charge("profile"):
                 taken = take_profile(
                     self.model, self.loss_fn, batch, optimizer=self.optimizer, bn=self._bn,
@@ -337,6 +350,11 @@ class Elastic:
     def _check_given(self, profile: Profile, batch: Any) -> None:
         """A profile from elsewhere must be one of this model, and of steps like these (trap 9)."""
         shapes = {name: tuple(p.shape) for name, p in unwrap(self.model).named_parameters(remove_duplicate=False)}
+        if profile.captured and not self.captured:
+            raise ProfileError(
+                "the profile is of steps that are recorded and replayed, and here they are made one launch at a time; "
+                "take it again with 'elastictrainer profile --no-graphs'"
+            )
         wrong = [t.name for t in profile.graph.tensors if shapes.get(t.name) != t.shape]
         if wrong:
             raise ProfileError(
@@ -377,6 +395,8 @@ class Elastic:
                 )  # fmt: skip
             except TrainingError as error:
                 raise TrainingError(f"in the probe before step {self.steps + 1}: {error}") from error
+        if self.plan is not None and self.plan.channels:  # a probe lifts them, and they come to lie elsewhere
+            self._stood += 1
         return from_first_rank(dict(scores))
 
     def _choose(self) -> Plan:
@@ -441,7 +461,7 @@ class Elastic:
         try:
             yield
         finally:
-            self.overhead_s[part] += self._now() - start
+            self.overhead_s[part] = self.overhead_s.get(part, 0.0) + self._now() - start
 
     def _close_window(self) -> None:
         if self._steering.window.steps and self.profile is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from elastictrainer.runtime.capture import Recorder, Uncapturable, as_captured, steps_in_a_graph
+from elastictrainer.runtime.capture import Recorder, Uncapturable
 from elastictrainer.runtime.optimizer_copy import look_through
+from elastictrainer.runtime.recorded_step import as_recorded, bring_counts, rates_of, set_rates, steps_in_a_recording
 
-__all__ = ["Eager", "Replayed"]
+__all__ = ["Eager", "Recording", "Replayed", "kind_of"]
 
 WARM = 3  # steps of a kind that are made as ever first: states are there then, kernels loaded, workspaces taken
+MANY = 32  # kinds of batch, and not one of them seen often enough to be recorded
 KINDS = 4  # of batch (an epoch's last may be short) are recorded under one plan
 
 
@@ -83,8 +86,10 @@ class Replayed(Eager):
     Args:
         standing: tells one plan, as it stands on the model, from the next; a recording is of one of them.
         allowed: asked at each step; while False, steps are made as ever.
+        recording: opened around each recording, whose time is no step's.
+        gives_up: told the reason, once, if nothing can be recorded any more.
 
-    Costs, for each recording, a few tens of milliseconds and the memory of one step, held until the plan changes.
+    Costs, for each recording, some tens of milliseconds and the memory of one step, held until the plan changes.
     """
 
     def __init__(
@@ -92,40 +97,51 @@ class Replayed(Eager):
         *args: Any,
         recorder: Recorder,
         standing: Callable[[], Hashable],
-        allowed: Callable[[], bool],
+        allowed: Callable[[], bool] = lambda: True,
+        recording: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        gives_up: Callable[[str], None] = lambda reason: None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.recorder, self._standing, self._allowed = recorder, standing, allowed
+        self._recording, self._gives_up = recording, gives_up
         self.obstacle: str | None = None
         self.recorded = self.replayed = 0
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._recordings: dict[Hashable, Recording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._stood: Hashable = None
-        self._moved = False
+        self._moved = self._last_warm = False
         self._apart = self.scaler.is_enabled()  # whether the optimizer steps outside: a scaler decides on the host
         self._held: list[Tensor] = []
         self._lay: list[int] = []
 
     def backward(self, batch: Any, *, share: int = 1) -> Tensor:
         inputs = self.inputs(batch)
-        self._moved = False
+        self._moved = self._last_warm = False
         recording = self._recording_for(inputs, share)
         if recording is None:
-            return self._heard(inputs, share)
+            return self._heard(inputs, share) if self._last_warm else self._backward(inputs, share)
         recording.take(inputs)
-        recording.set_rates(self.optimizer)
+        set_rates(recording.rates, self._own)
         recording.replay()
         self.replayed += 1
-        if recording.gradients is None:
-            self._moved = True
-        else:
-            for parameter, gradient in recording.gradients:
-                parameter.grad = gradient
+        self._moved = recording.gradients is None
+        for parameter, gradient in recording.gradients or ():
+            parameter.grad = gradient
         return recording.loss
 
     def move(self) -> bool:
-        return True if self._moved else self._move()
+        if self._moved:
+            return True
+        if not self._last_warm or self._apart or self.obstacle is not None:
+            return self._move()
+        # The kernels that will be recorded run once before that, and are listened to.
+        bring_counts(self._own)
+        with self.recorder.listening() as heard, as_recorded(self._own, rates_of(self._own)):
+            moved = self._move()
+        if heard:
+            self._step_apart()
+        return moved
 
     def account(self) -> dict[str, Any]:
         obstacle = self.obstacle
@@ -133,50 +149,57 @@ class Replayed(Eager):
             obstacle = "the profile is of steps that are not recorded"
         return {"recorded": self.recorded, "replayed": self.replayed, "obstacle": obstacle}
 
+    @property
+    def _own(self) -> Optimizer:
+        return look_through(self.optimizer)
+
     # -- which recording, if any ---------------------------------------------------------------------------------------
 
-    def _recording_for(self, inputs: Any, share: int) -> _Recording | None:
+    def _recording_for(self, inputs: Any, share: int) -> Recording | None:
         if self.obstacle is not None or share != 1 or not self._allowed():
             return None
         if self._standing() != self._stood or not self._as_recorded():
             self._forget()
-        kind = _kind_of(inputs)
+        kind = kind_of(inputs)
         if kind is None:
-            self.obstacle = "a batch holds something that cannot be told from another"
+            self._give_up("a batch holds something that cannot be told from another")
             return None
         found = self._recordings.get(kind)
         if found is None:
             self._seen[kind] += 1
+            self._last_warm = self._seen[kind] == WARM
             if self._seen[kind] > WARM and len(self._recordings) < KINDS:
                 found = self._record(kind, inputs)
+            elif len(self._seen) > MANY and not self._recordings:
+                self._give_up("hardly two batches are alike: shapes, numbers or words in them differ")
         return found
 
     def _heard(self, inputs: Any, share: int) -> Tensor:
-        """A step as ever; the last one before recording is listened to, since a capture that fails is hard to undo."""
-        kind = _kind_of(inputs)
-        if self.obstacle is not None or kind is None or self._seen[kind] != WARM:
-            return self._backward(inputs, share)
+        """The last step as ever, listened to: a recording that breaks is hard to undo."""
         with self.recorder.listening() as heard:
             loss = self._backward(inputs, share)
         if heard:
-            self.obstacle = heard[0]
+            self._give_up(heard[0])
+        elif not self._apart and not steps_in_a_recording(self._own):
+            self._step_apart()
         return loss
 
-    def _record(self, kind: Hashable, inputs: Any) -> _Recording | None:
-        self._apart = self._apart or not steps_in_a_graph(look_through(self.optimizer))
-        recording = _Recording(inputs, self.optimizer)
+    def _record(self, kind: Hashable, inputs: Any) -> Recording | None:
+        recording = Recording(inputs, self._own)
 
         def work() -> None:
             recording.loss.copy_(self._backward(recording.inputs, 1).reshape(()))
             if not self._apart:
-                with as_captured(look_through(self.optimizer), recording.rates):
+                with as_recorded(self._own, recording.rates):
                     self._move()
 
+        if not self._apart:
+            bring_counts(self._own)  # of tensors that woke since the last warm step, too
         try:
-            recording.replay = self.recorder.record(work)
+            with self._recording():
+                recording.replay = self.recorder.record(work)
         except Uncapturable as error:
-            self.obstacle = str(error)
-            self._forget()
+            self._give_up(str(error))
             return None
         finally:
             if self._apart:
@@ -194,11 +217,20 @@ class Replayed(Eager):
         """Whether the tensors lie where they lay, and the optimizer's options but its rates are what they were."""
         if not self._recordings:
             return True
-        first = next(iter(self._recordings.values()))
-        if not self._apart and first.options != _options(self.optimizer):
-            self._apart = True
+        if not self._apart and next(iter(self._recordings.values())).options != _options(self._own):
+            self._step_apart()
             return False
         return self._lay == [tensor.data_ptr() for tensor in self._held]
+
+    def _step_apart(self) -> None:
+        self._apart = True
+        bring_counts(self._own, home=True)
+
+    def _give_up(self, reason: str) -> None:
+        self.obstacle = reason
+        self._forget()
+        bring_counts(self._own, home=True)
+        self._gives_up(reason)
 
     def _forget(self) -> None:
         self._recordings.clear()
@@ -207,45 +239,34 @@ class Replayed(Eager):
         self._stood = self._standing()
 
 
-class _Recording:
-    """One step as recorded, and the tensors through which the next batch, rate and loss go in and out."""
+class Recording:
+    """One step as recorded, and the tensors through which the next batch, rates and the loss go in and out."""
 
     def __init__(self, inputs: Any, optimizer: Optimizer) -> None:
-        leaves, self._spec = tree_flatten(inputs)
-        self._own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._tensors = [leaf for leaf in self._own if isinstance(leaf, Tensor)]
-        self.inputs = tree_unflatten(self._own, self._spec)
-        groups = optimizer.param_groups
-        device = groups[0]["params"][0].device
-        self.rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in groups]
-        self._set: list[Any] = [None] * len(groups)
-        self.loss = torch.zeros((), device=device)
+        leaves, spec = tree_flatten(inputs)
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._tensors = [leaf for leaf in own if isinstance(leaf, Tensor)]
+        self.inputs = tree_unflatten(own, spec)
+        self.rates = rates_of(optimizer)
+        self.loss = torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
         self.options = _options(optimizer)
         self.gradients: list[tuple[nn.Parameter, Tensor]] | None = None
         self.replay: Callable[[], None] = lambda: None
 
     def take(self, inputs: Any) -> None:
-        fresh = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
-        torch._foreach_copy_(self._tensors, fresh)
-
-    def set_rates(self, optimizer: Optimizer) -> None:
-        for index, (rate, group) in enumerate(zip(self.rates, optimizer.param_groups)):
-            if isinstance(group["lr"], Tensor):
-                rate.copy_(group["lr"])
-            elif group["lr"] != self._set[index]:
-                rate.fill_(group["lr"])
-                self._set[index] = group["lr"]
+        """Put another batch of the same kind where the recording reads it."""
+        torch._foreach_copy_(self._tensors, [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)])
 
 
-def _kind_of(inputs: Any) -> Hashable | None:
+def kind_of(inputs: Any) -> Hashable | None:
     """What makes two batches alike to a recording: structure, shapes and types, and whatever is not a tensor."""
     leaves, spec = tree_flatten(inputs)
-    kind = (spec, tuple((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-    try:
-        hash(kind)
-    except TypeError:
-        return None
-    return kind
+    what = tuple((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    for kind in ((spec, what), (repr(spec), what)):  # older torch cannot hash a structure
+        with suppress(TypeError):
+            hash(kind)
+            return kind
+    return None
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

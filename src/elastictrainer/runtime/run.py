@@ -199,8 +199,9 @@ class Run:
         if recorder is not None and not apart and unwrap(self.model) is self.model:
             elastic.captured = True
             make = partial(
-                Replayed, recorder=recorder, standing=lambda: elastic.standing, allowed=lambda: elastic.replays
-            )
+                Replayed, recorder=recorder, standing=lambda: elastic.standing, allowed=lambda: elastic.replays,
+                recording=elastic.recording, gives_up=self._on_graphs_given_up,
+            )  # fmt: skip
         return make(
             self.model,
             self.optimizer,
@@ -571,6 +572,10 @@ class Run:
 
     def say(self, text: str) -> None:
         self.progress.say(text)
+
+    def _on_graphs_given_up(self, reason: str) -> None:
+        self.elastic.replays_no_more()
+        self.say(f"steps are not recorded and replayed, but launched one by one: {reason}")
 
     def _on_plan(self, event: dict[str, Any]) -> None:
         if self.folder is not None:
