@@ -83,7 +83,7 @@ def ls(
     pattern: Annotated[str, typer.Argument(help="Only names that match, for example '*resnet*'.")] = "*",
     as_json: options.Json = False,
 ) -> None:
-    """List models, policies, importances and datasets, each with its one line.
+    """List models, policies, importances and datasets.
 
     The names are what --model, --policy, --importance and --data take. Models come from whichever of torchvision and
     timm is installed; importing them takes a few seconds.
