@@ -128,6 +128,9 @@ def _open(kind: Any, split: str, accepted: set[str], arguments: dict[str, Any], 
             refused = error
         except TypeError as error:
             raise DataError(f"data {PREFIX}{name}: {one_line(error)}; add arguments as {name}?NAME=VALUE") from error
+        except ImportError as error:  # some sets keep their labels in MATLAB's format and ask for scipy
+            package = error.name or one_line(error)
+            raise DataError(f"data {PREFIX}{name} needs the package {package}; pip install {package}") from error
         except (OSError, RuntimeError) as error:
             raise DataError(
                 f"data {PREFIX}{name} cannot be had: {one_line(error)}; is the network reachable? "
