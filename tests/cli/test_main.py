@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 
 from elastictrainer import __version__
+from elastictrainer.cli import output
 from elastictrainer.cli.app import VERBS
 from elastictrainer.cli.output import Output
 
@@ -132,6 +133,25 @@ def test_a_terminal_gets_a_rich_table_and_no_colour_is_respected():
 def test_an_empty_table_prints_its_head(capsys):
     Output().table(("a", "b"), [], title="nothing")
     assert capsys.readouterr().out == "nothing\na  b\n"
+
+
+def test_counting_is_a_bar_on_a_terminal_and_a_line_at_times_in_a_pipe(capsys, monkeypatch):
+    code = (
+        "from elastictrainer.cli.output import counting\n"
+        "with counting('checking images', wanted=True) as count:\n"
+        "    count(3, 8)"
+    )
+    bar = on_a_terminal(code)
+    assert "checking images" in bar
+    assert "3/8" in bar
+    clock = iter([0.0, 29.0, 31.0, 31.0, 32.0, 62.0, 62.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.counting("checking images", wanted=True) as count:
+        for done in range(1, 5):
+            count(done, 8)
+    assert capsys.readouterr() == ("", "checking images 2/8\nchecking images 4/8\n")
+    with output.counting("checking images", wanted=False) as count:
+        assert count is None
 
 
 def test_help_in_a_pipe_has_no_control_sequence(shell):
