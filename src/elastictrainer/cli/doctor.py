@@ -54,6 +54,8 @@ def doctor(
     elastictrainer doctor
     elastictrainer doctor --device cuda --json
     """
+    if not (quick or as_json):
+        print("trying compiled and deterministic training, up to a minute (--quick leaves it out)", file=sys.stderr)
     checks = list(examine(device, quick=quick))
     out = Output(as_json)
     out.table(("check", "status", "found"), [(check.name, check.status, check.found) for check in checks])
