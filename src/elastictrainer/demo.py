@@ -47,8 +47,8 @@ def main() -> int:
         ("trained", "accuracy", "seconds", "ratio asked", "ratio got"),
         [_row("everything", full), _row(f"within {BUDGET}", elastic)],
     )
-    deciding_s = sum(elastic.overhead_s.values())
-    out.say(f"a ratio is of the seconds of as many full steps; deciding what to train took {deciding_s:.0f} s on top")
+    spent = f"of the {elastic.train_s:.0f} s, {sum(elastic.overhead_s.values()):.0f} s were deciding"
+    out.say(f"a ratio is of the seconds of as many full steps; {spent}")
     out.say()
     out.say(f"report: {report.resolve()}")
     out.say(f"the runs, with their plans, profiles and weights: {folder.resolve()}")

@@ -27,6 +27,12 @@ def test_plain_lines_in_a_pipe(main):
     assert "\x1b" not in out
 
 
+def test_the_trials_are_announced_where_a_person_waits(main, monkeypatch):
+    monkeypatch.setattr(trials, "attempt", lambda name, device: None)
+    assert "--quick leaves it out" in main("doctor", "--device", "cpu")[2]
+    assert main("doctor", "--device", "cpu", "--json")[2] == ""
+
+
 def test_what_is_missing_comes_with_what_to_install(monkeypatch):
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "timm")
     lines = {check.name: check for check in doctor._extras()}

@@ -6,11 +6,14 @@ import json
 
 import pytest
 
+from elastictrainer.fewshot.methods import METHODS
 from elastictrainer.importance import IMPORTANCES
 from elastictrainer.policies import POLICIES
 
 
-@pytest.mark.parametrize(("what", "registry"), [("policies", POLICIES), ("importances", IMPORTANCES)])
+@pytest.mark.parametrize(
+    ("what", "registry"), [("policies", POLICIES), ("importances", IMPORTANCES), ("methods", METHODS)]
+)
 def test_a_registry_is_listed_in_full_with_one_line_each(main, what, registry):
     code, out, err = main("ls", what, "--json")
     assert (code, err) == (0, "")
@@ -19,7 +22,7 @@ def test_a_registry_is_listed_in_full_with_one_line_each(main, what, registry):
     for entry in listed:
         assert entry["description"]
         assert "\n" not in entry["description"]
-        assert entry["paper"] == registry[entry["name"]].paper
+        assert entry.get("paper") == getattr(registry[entry["name"]], "paper", None)
 
 
 def test_all_shelves_are_listed_and_models_are_summed_up(main):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
 from elastictrainer import __version__
+from elastictrainer.cli import output
+from elastictrainer.cli.app import VERBS
 from elastictrainer.cli.output import Output
 
 
@@ -70,6 +74,25 @@ def test_help_and_version_end_well(main):
     code, out, err = main("--help")
     assert (code, err) == (0, "")
     assert "doctor" in out
+    assert "..." not in out.partition("Commands:")[2]  # every verb says what it does, in whole
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_examples(main, verb):
+    code, out, err = main(verb, "--help")
+    assert (code, err) == (0, "")
+    assert f"\n  elastictrainer {verb}" in out
+    assert "--config" in out
+
+
+def test_help_on_a_terminal_breaks_lines_where_the_terminal_ends():
+    code = "import sys; from elastictrainer.cli import main; sys.exit(main(['train', '--help']))"
+    lines = on_a_terminal(code, NO_COLOR="1", COLUMNS="60").split("Options")[0].splitlines()
+    start = next(number for number, line in enumerate(lines) if "Without options" in line)
+    whole = lines[start : next(n for n in range(start, len(lines)) if not lines[n].strip())]
+    # Greedy: the first word of a line had no room at the end of the one before.
+    for line, following in pairwise(whole):
+        assert len(line.rstrip()) + len(following.split()[0]) >= 58
 
 
 def test_json_is_one_document_and_nothing_else(run):
@@ -84,23 +107,25 @@ def test_a_pipe_gets_plain_aligned_lines(run):
     assert out.splitlines() == ["some words", "name  value", "lr     0.25"]
 
 
-def test_a_terminal_gets_a_rich_table_and_no_colour_is_respected():
-    def printed(**environment: str) -> str:
-        leader, follower = pty.openpty()
-        code = "from elastictrainer.cli.output import Output; Output().table(('a', 'b'), [('[red]x', 1)])"
-        subprocess.run(
-            [sys.executable, "-c", code],
-            stdout=follower,
-            check=True,
-            env={**os.environ, "TERM": "xterm", **environment},
-        )
-        os.close(follower)
-        text = os.read(leader, 10_000).decode()
-        os.close(leader)
-        return text
+def on_a_terminal(code: str, **environment: str) -> str:
+    """What this Python code prints when its output is a terminal."""
+    leader, follower = pty.openpty()
+    there = {**os.environ, "TERM": "xterm", **environment}
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=follower, stderr=follower, env=there)
+    os.close(follower)
+    text = b""
+    with contextlib.suppress(OSError):  # Linux says EIO when the other side has gone
+        while some := os.read(leader, 10_000):
+            text += some
+    os.close(leader)
+    assert child.wait() == 0
+    return text.decode().replace("\r\n", "\n")
 
-    assert "\x1b[" in printed(NO_COLOR="")
-    plain = printed(NO_COLOR="1")
+
+def test_a_terminal_gets_a_rich_table_and_no_colour_is_respected():
+    code = "from elastictrainer.cli.output import Output; Output().table(('a', 'b'), [('[red]x', 1)])"
+    assert "\x1b[" in on_a_terminal(code, NO_COLOR="")
+    plain = on_a_terminal(code, NO_COLOR="1")
     assert "[red]x" in plain  # a name is never markup
     assert "\x1b[3" not in plain
 
@@ -108,6 +133,25 @@ def test_a_terminal_gets_a_rich_table_and_no_colour_is_respected():
 def test_an_empty_table_prints_its_head(capsys):
     Output().table(("a", "b"), [], title="nothing")
     assert capsys.readouterr().out == "nothing\na  b\n"
+
+
+def test_counting_is_a_bar_on_a_terminal_and_a_line_at_times_in_a_pipe(capsys, monkeypatch):
+    code = (
+        "from elastictrainer.cli.output import counting\n"
+        "with counting('checking images', wanted=True) as count:\n"
+        "    count(3, 8)"
+    )
+    bar = on_a_terminal(code)
+    assert "checking images" in bar
+    assert "3/8" in bar
+    clock = iter([0.0, 29.0, 31.0, 31.0, 32.0, 62.0, 62.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.counting("checking images", wanted=True) as count:
+        for done in range(1, 5):
+            count(done, 8)
+    assert capsys.readouterr() == ("", "checking images 2/8\nchecking images 4/8\n")
+    with output.counting("checking images", wanted=False) as count:
+        assert count is None
 
 
 def test_help_in_a_pipe_has_no_control_sequence(shell):

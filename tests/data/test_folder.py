@@ -148,6 +148,18 @@ def test_misnamed_split(folder: Path) -> None:
     refuses(folder, "validation: rename this folder to 'val'")
 
 
+def test_splits_in_capitals_are_never_taken_for_classes(folder: Path) -> None:
+    (folder / "test").rename(folder / "Test")
+    refuses(folder, "Test: rename this folder to 'test'")
+    (folder / "train").rename(folder / "TRAIN")
+    refuses(folder, "rename this folder to 't")
+
+
+def test_a_class_may_be_called_train(folder: Path) -> None:
+    (folder / "train" / "crow").rename(folder / "train" / "Train")
+    assert folder_source(folder / "train").classes == ("finch9", "finch10", "Train")
+
+
 def test_link_to_nothing(folder: Path) -> None:
     (folder / "train" / "crow" / "gone.png").symlink_to(folder / "no-such-file")
     refuses(folder, r"gone\.png: cannot be read")

@@ -156,6 +156,18 @@ def test_a_torchvision_set_with_arguments_and_without_splits() -> None:
     assert images.test is None
 
 
+def test_a_package_that_one_set_alone_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = pytest.importorskip("torchvision.datasets")
+
+    class Fish(sets.VisionDataset):  # type: ignore[misc, name-defined]
+        def __init__(self, root: str) -> None:
+            raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+
+    monkeypatch.setattr(sets, "Fish", Fish, raising=False)
+    with pytest.raises(DataError, match="torchvision:Fish needs the package scipy; pip install scipy"):
+        load_images("torchvision:Fish", download_dir=tmp_path)
+
+
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -256,7 +268,8 @@ def test_importing_the_doors_imports_no_vision_library() -> None:
 def test_datasets_are_listed_with_descriptions() -> None:
     entries = {entry.name: entry.description for entry in list_datasets()}
     assert {"builtin", "DIR"} <= set(entries)
-    assert all(entries.values())
+    for name, words in entries.items():
+        assert len(words.split()) > 3, f"{name}: {words!r} says no more than the name"
 
 
 SHARED = Path("/work/shared")

@@ -215,6 +215,15 @@ def test_the_place_of_the_pixels_changes_no_bit(folder: Path, tmp_path: Path) ->
     assert len({images.fingerprint for images in (memory, lazy, written, again)}) == 1
 
 
+def test_pixels_never_take_more_than_half_of_what_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 42 * 3 * 8 * 8
+    places = []
+    for free in (2 * needed, 2 * needed - 1, None):
+        monkeypatch.setattr("elastictrainer.data.images.available_bytes", lambda free=free: free)
+        places.append(load_images(folder, image_size=8, batch_size=4).place.split(" (")[0])
+    assert places == ["in memory", "decoded for each batch", "in memory"]
+
+
 def test_skipped_batches_are_not_decoded(folder: Path) -> None:
     images = load_images(folder, image_size=8, batch_size=9, cache_bytes=0)
     assert len(images.train) == 3

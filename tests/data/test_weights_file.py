@@ -140,6 +140,15 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_a_refusal_names_what_is_no_tensor_and_does_not_accuse_a_web_page(tmp_path: Path) -> None:
+    torch.save(net(), tmp_path / "whole.pth")
+    with pytest.raises(ModelError, match=r"more than tensors \(torch\.nn\.modules\.\S+\)"):
+        read_weights(tmp_path / "whole.pth")
+    (tmp_path / "page.pth").write_text("<!DOCTYPE html><title>404</title>")
+    with pytest.raises(ModelError, match=r"page\.pth' are no state dict.*web page"):
+        read_weights(tmp_path / "page.pth")
+
+
 @pytest.mark.parametrize(
     "name", ["cut.safetensors", "cut.pth", "empty.pth", "empty.safetensors", "text.pth", "list.pth"]
 )
@@ -154,6 +163,12 @@ def test_broken_files_are_one_line_with_the_name(tmp_path: Path, name: str) -> N
     with pytest.raises(ModelError, match=name) as caught:
         read_weights(file)
     assert "\n" not in str(caught.value)
+
+
+def test_several_sets_of_tensors_are_named_and_none_is_guessed(tmp_path: Path) -> None:
+    torch.save({"generator": net().state_dict(), "critic": net().state_dict(), "epoch": 3}, tmp_path / "gan.pth")
+    with pytest.raises(ModelError, match=r"several sets of tensors \(generator, critic\)"):
+        read_weights(tmp_path / "gan.pth")
 
 
 def test_missing_file_and_unknown_ending(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from elastictrainer.errors import ConfigError
 from elastictrainer.metrics import Peak, PeakMemory
+from elastictrainer.metrics.memory import available_bytes
 
 STATUS = "Name:\tpython\nVmPeak:\t  900 kB\nVmHWM:\t  {high} kB\nVmRSS:\t  {now} kB\n"
 
@@ -67,3 +68,15 @@ def test_the_allocators_mark() -> None:
     assert peak.source == "cuda allocator"
     assert peak.start_bytes >= held.nbytes
     assert peak.growth_bytes == 64 * 2**20
+
+
+def test_what_is_available_is_the_systems_estimate_within_the_containers_limit(tmp_path):
+    assert available_bytes(root=tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 kB\n")
+    assert available_bytes(root=tmp_path) == 3000 * 1024
+    limit = tmp_path / "sys/fs/cgroup/memory.max"
+    limit.parent.mkdir(parents=True)
+    for text, free in (("max\n", 3000 * 1024), ("2048000\n", 2048000), ("9999999999\n", 3000 * 1024)):
+        limit.write_text(text)
+        assert available_bytes(root=tmp_path) == free

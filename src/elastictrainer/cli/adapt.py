@@ -119,11 +119,11 @@ def adapt(
     out: options.Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Adapt a network to a few images of each class, within a ceiling of memory.
+    """Adapt a network to a few images of each class.
 
     Give a folder with a folder of images for each class. --shots of each are learnt from, the others judge what was
-    learnt. What trains is chosen once, by what these images say. The run folder holds a network that answers with the
-    classes in the order of their names, and what it took.
+    learnt. What trains is chosen once, by what these images say, within the ceilings of --memory and --compute. The run
+    folder holds a network that answers with the classes in the order of their names, and what it took.
 
     \b
     elastictrainer adapt

@@ -84,8 +84,15 @@ def _with_common_options(verb: Callable[..., Any]) -> Callable[..., Any]:
         return verb(**{key: value for key, value in arguments.items() if key not in common})
 
     wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__doc__ = _flowing(inspect.getdoc(verb) or "")
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped
+
+
+def _flowing(text: str) -> str:
+    """A paragraph on one line, for the terminal to break where it ends: newer typers keep the source's line breaks."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
 
 
 app = App(

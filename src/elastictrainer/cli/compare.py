@@ -91,12 +91,13 @@ def compare(
     resume: options.Resume = False,
     as_json: options.Json = False,
 ) -> None:
-    """Compare ways to train on equal terms: the same epochs, batches, order and views of the images for each.
+    """Compare ways to train, on equal terms.
 
-    Every method gets its learning rate from the same grid (--lr), tried for a third of the epochs and chosen on
-    validation images, never on test; then it is trained for every seed. Every cell is a run folder, made by `train` in
-    a process of its own. Killed at any moment, the comparison goes on with --resume: finished cells are not run again,
-    half a cell goes on from its checkpoint. With --resume it can also grow: more policies, budgets, seeds.
+    Epochs, batches, order and views of the images are the same for each. Every method gets its learning rate from the
+    same grid (--lr), tried for a third of the epochs and chosen on validation images, never on test; then it is trained
+    for every seed. Every cell is a run folder, made by `train` in a process of its own. Killed at any moment, the
+    comparison goes on with --resume: finished cells are not run again, half a cell goes on from its checkpoint. With
+    --resume it can also grow: more policies, budgets, seeds.
 
     Leaves results.csv and report.html in --out. Exits with 1 if a cell failed; all others are run nevertheless.
 

@@ -45,7 +45,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the trials, which take up to a minute.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say what this machine has, what works on it, and what to install for the rest.
+    """Say what this machine has, what works, and what to install.
 
     Really compiles and really repeats a small training step, each in a process of its own: up to a minute, --quick
     leaves it out. Exits with 1 if something that everything else needs is broken.
@@ -54,6 +54,8 @@ def doctor(
     elastictrainer doctor
     elastictrainer doctor --device cuda --json
     """
+    if not (quick or as_json):
+        print("trying compiled and deterministic training, up to a minute (--quick leaves it out)", file=sys.stderr)
     checks = list(examine(device, quick=quick))
     out = Output(as_json)
     out.table(("check", "status", "found"), [(check.name, check.status, check.found) for check in checks])

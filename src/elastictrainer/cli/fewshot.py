@@ -76,7 +76,7 @@ def fewshot(
     resume: options.Resume = False,
     as_json: options.Json = False,
 ) -> None:
-    """Compare methods of adapting to a few images, on many small tasks.
+    """Compare ways to adapt to a few images, on many small tasks.
 
     Each task is a few classes of --data with a few images of each; every method learns every task from the same
     network, the same images and the same batch. The classes of --data should be none that the network was trained on. A

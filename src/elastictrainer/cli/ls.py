@@ -25,6 +25,7 @@ class What(str, enum.Enum):
     models = "models"
     policies = "policies"
     importances = "importances"
+    methods = "methods"
     datasets = "datasets"
 
 
@@ -61,6 +62,12 @@ def _importances() -> Iterable[_Entry]:
     return IMPORTANCES.values()
 
 
+def _methods() -> Iterable[_Entry]:
+    from elastictrainer.fewshot.methods import METHODS
+
+    return METHODS.values()
+
+
 def _datasets() -> Iterable[_Entry]:
     from elastictrainer.data import list_datasets
 
@@ -71,6 +78,7 @@ _SHELVES = {
     What.models: _Shelf("--model", _models),
     What.policies: _Shelf("--policy", _policies),
     What.importances: _Shelf("--importance", _importances),
+    What.methods: _Shelf("--method of adapt and fewshot", _methods),
     What.datasets: _Shelf("--data", _datasets),
 }
 
@@ -78,15 +86,15 @@ _SHELVES = {
 @app.command()
 def ls(
     what: Annotated[
-        What | None, typer.Argument(help="models, policies, importances or datasets; all if absent.")
+        What | None, typer.Argument(help="models, policies, importances, methods or datasets; all if absent.")
     ] = None,
     pattern: Annotated[str, typer.Argument(help="Only names that match, for example '*resnet*'.")] = "*",
     as_json: options.Json = False,
 ) -> None:
-    """List models, policies, importances and datasets, each with its one line.
+    """List models, policies, importances, methods and datasets.
 
-    The names are what --model, --policy, --importance and --data take. Models come from whichever of torchvision and
-    timm is installed; importing them takes a few seconds.
+    The names are what --model, --policy, --importance, --method and --data take. Models come from whichever of
+    torchvision and timm is installed; importing them takes a few seconds.
 
     \b
     elastictrainer ls

@@ -43,11 +43,11 @@ def metatrain(
     resume: options.Resume = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train everything on many small tasks, so that its features can be compared in new ones.
+    """Train on many small tasks, for features to adapt from.
 
-    Every fifth class of --data is held out; the epoch that does best on tasks of these is kept. The run folder is that
-    of `train`, killed at any moment it goes on with --resume, and its model.safetensors is for --weights of `adapt` and
-    `fewshot`.
+    Everything trains, so that features can be compared in tasks that are new. Every fifth class of --data is held out;
+    the epoch that does best on tasks of these is kept. The run folder is that of `train`, killed at any moment it goes
+    on with --resume, and its model.safetensors is for --weights of `adapt` and `fewshot`.
 
     \b
     elastictrainer metatrain --model mobilenet_v2 --weights default --data tinyimagenet/ --out runs/meta

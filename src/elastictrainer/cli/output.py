@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Output", "to_json"]
+__all__ = ["Output", "counting", "to_json"]
+
+_LINE_EVERY_S = 30.0
 
 
 class Output:
@@ -41,6 +45,31 @@ class Output:
         """Print the result as JSON if that was asked for."""
         if self.as_json:
             print(to_json(result))
+
+
+@contextmanager
+def counting(what: str, *, wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Something to call with (done, all) while people wait: a bar where stderr is a terminal, else a line at times."""
+    if not wanted:
+        yield None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        last = time.monotonic()
+
+        def line(done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _LINE_EVERY_S:
+                last = time.monotonic()
+                print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+
+        yield line
 
 
 def to_json(result: Any) -> str:

@@ -110,7 +110,7 @@ def plan(
         where = prepare(device, threads=threads, seed=seed)
         work = load(
             model, data, weights=weights, model_options=model_options, normalize=normalize, image_size=image_size,
-            batch_size=batch_size, seed=seed, device=where,
+            batch_size=batch_size, seed=seed, device=where, progress=not as_json,
         )  # fmt: skip
         for line in work.describe():
             screen.say(line)

@@ -31,10 +31,11 @@ def report(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Make a page of a run, or of several runs side by side: one HTML file that needs nothing and opens anywhere.
+    """Make a page of a run, or of several side by side.
 
-    `train` leaves a report in its folder by itself; this makes it again, also of a run that is still going on. Several
-    runs are grouped by what they were trained with, seeds together.
+    One HTML file that needs nothing and opens anywhere. `train` leaves a report in its folder by itself; this makes it
+    again, also of a run that is still going on. Several runs are grouped by what they were trained with, seeds
+    together.
 
     \b
     elastictrainer report runs/birds

@@ -192,6 +192,7 @@ def train(
     work = load(
         model, data, weights=weights, model_options=model_options, normalize=normalize, image_size=image_size,
         augment=augment, val_share=val_share, batch_size=batch_size, seed=seed, device=where, cache_dir=data_cache,
+        progress=not as_json,
     )  # fmt: skip
     for line in work.describe():
         screen.say(line)

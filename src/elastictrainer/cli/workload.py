@@ -69,22 +69,26 @@ def load(
     seed: int = 0,
     device: torch.device,
     cache_dir: Path | None = None,
+    progress: bool = False,
 ) -> Workload:
     """Load both. The images say how many classes the network needs, the network how its images must look."""
+    from elastictrainer.cli.output import counting
     from elastictrainer.data import load_images, load_model
 
     shape = load_model(model, weights=weights, image_size=image_size, model_options=model_options, normalize=normalize)
-    images = load_images(
-        data,
-        image_size=image_size or shape.image_size,
-        normalize=shape.normalisation,
-        augment=augment,
-        val_share=val_share,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        cache_dir=cache_dir,
-    )
+    with counting("checking images", wanted=progress) as counted:
+        images = load_images(
+            data,
+            image_size=image_size or shape.image_size,
+            normalize=shape.normalisation,
+            augment=augment,
+            val_share=val_share,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            cache_dir=cache_dir,
+            progress=counted,
+        )
     network = load_model(
         model,
         num_classes=images.num_classes,

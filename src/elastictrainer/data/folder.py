@@ -42,8 +42,8 @@ def folder_source(root: str | Path) -> Source:
         raise DataError(f"data {str(root)!r}: no such folder; give an image folder, 'builtin' or 'torchvision:NAME'")
     entries = [entry.name for entry in _listing(top) if entry.is_dir()]
     for name in entries:
-        if name.lower() in _MISNAMED:
-            right = _MISNAMED[name.lower()]
+        right = _MISNAMED.get(name.lower()) or _other_case(name, entries)
+        if right:
             raise DataError(f"{top / name}: rename this folder to {right!r}; splits are {', '.join(SPLITS)}")
     present = [split for split in SPLITS if split in entries]
     if present and "train" not in present:
@@ -73,6 +73,12 @@ def folder_source(root: str | Path) -> Source:
             notes.append(f"{len(absent)} classes have no image in {split} (first: {absent[0]})")
     splits = {split: _samples(top, classes, here) for split, here in found.items()}
     return Source(str(top), classes, splits, notes=tuple(notes))
+
+
+def _other_case(name: str, beside: list[str]) -> str | None:
+    """The split that `Train` beside `Test` was meant to be; alone among classes it may be a class, trains exist."""
+    meant = [other for other in beside if other.lower() in SPLITS]
+    return name.lower() if name.lower() in SPLITS and name not in SPLITS and len(meant) > 1 else None
 
 
 def natural_key(text: str) -> tuple[list[tuple[int, int, str]], str]:

@@ -20,6 +20,7 @@ from elastictrainer.data.pixels import Kept, Pixels, decode_splits
 from elastictrainer.data.samples import Source, split_off
 from elastictrainer.data.torchvision_sets import PREFIX, torchvision_source
 from elastictrainer.errors import ConfigError, DataError
+from elastictrainer.metrics.memory import available_bytes
 
 __all__ = ["Images", "load_images", "open_source"]
 
@@ -108,7 +109,8 @@ def load_images(
         resize: `crop` keeps proportions and cuts the middle out, `squash` keeps everything and gives proportions up.
         drop_last: leave out the last, smaller training batch, so that every step has the same shape; another few images
             are left out every epoch.
-        cache_bytes: keep all pixels as uint8 in memory up to this size; above it images are decoded for each batch.
+        cache_bytes: keep all pixels as uint8 in memory up to this size, and never more than half of what is free; above
+            it images are decoded for each batch.
         device_cache_bytes: keep them on the accelerator up to this size, and never more than a quarter of what is free.
         cache_dir: also keep the pixels in a file there; a second start then decodes nothing, and what is over
             `cache_bytes` is read from it, mapped.
@@ -119,6 +121,10 @@ def load_images(
             or `test/` that `train/` has not, an unreadable folder, too few images or classes.
     """
     limit = 0 if cache_bytes in (0, "0") else parse_bytes(cache_bytes)
+    free = available_bytes()
+    if free is not None:
+        # What is promised to pixels is gone for the network; a small board's kernel would end the run by a signal.
+        limit = min(limit, free // 2)
     if image_size is not None and image_size < 1:
         raise ConfigError(f"image_size {image_size} must be at least 1")
     if resize not in ("crop", "squash"):

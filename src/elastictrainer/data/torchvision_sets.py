@@ -27,20 +27,27 @@ PREFIX = "torchvision:"
 # What the sets call their splits; each set checks its own argument, so the first name it takes is the right one.
 _SPLIT_NAMES = {"train": ("train", "trainval"), "val": ("val", "valid"), "test": ("test",)}
 # For the listing only: other sets can be named too and are refused with a reason when they are no classification.
-_LISTED = (
-    *(
-        "CIFAR10",
-        "CIFAR100",
-        "Caltech101",
-        "Country211",
-        "DTD",
-        "EuroSAT",
-        "FGVCAircraft",
-        "FashionMNIST",
-        "Flowers102",
-    ),
-    *("Food101", "GTSRB", "Imagenette", "KMNIST", "MNIST", "OxfordIIITPet", "RenderedSST2", "STL10", "SVHN", "USPS"),
-)
+_LISTED = {
+    "CIFAR10": "60,000 photographs of 10 kinds of thing, at 32 px",
+    "CIFAR100": "60,000 photographs of 100 kinds of thing, at 32 px",
+    "Caltech101": "9,000 photographs of 101 kinds of thing",
+    "Country211": "63,000 photographs from 211 countries",
+    "DTD": "5,640 textures of 47 kinds",
+    "EuroSAT": "27,000 satellite images of 10 kinds of land, at 64 px",
+    "FGVCAircraft": "10,000 photographs of 100 kinds of aircraft",
+    "FashionMNIST": "70,000 grey images of 10 kinds of clothing, at 28 px",
+    "Flowers102": "8,189 photographs of 102 kinds of flower",
+    "Food101": "101,000 photographs of 101 dishes",
+    "GTSRB": "39,000 photographs of 43 German traffic signs",
+    "Imagenette": "13,000 photographs of 10 classes of ImageNet that are easy to tell apart",
+    "KMNIST": "70,000 handwritten Japanese characters of 10 kinds, at 28 px",
+    "MNIST": "70,000 handwritten digits, 10 classes, at 28 px",
+    "OxfordIIITPet": "7,349 photographs of 37 breeds of cats and dogs",
+    "RenderedSST2": "9,613 sentences as images, of 2 sentiments",
+    "STL10": "13,000 photographs of 10 kinds of thing, at 96 px",
+    "SVHN": "99,000 photographs of digits of house numbers, 10 classes, at 32 px",
+    "USPS": "9,298 handwritten digits, 10 classes, at 16 px",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,9 @@ def list_datasets() -> Iterator[DatasetEntry]:
         import torchvision.datasets as sets
     except ImportError:
         return
-    for name in _LISTED:
+    for name, words in _LISTED.items():
         if hasattr(sets, name):
-            text = (inspect.getdoc(getattr(sets, name)) or name).splitlines()[0]
-            yield DatasetEntry(PREFIX + name, text.replace("`", "").split(" <")[0])
+            yield DatasetEntry(PREFIX + name, words)
 
 
 def torchvision_source(name: str, *, root: str | Path) -> Source:
@@ -128,6 +134,9 @@ def _open(kind: Any, split: str, accepted: set[str], arguments: dict[str, Any], 
             refused = error
         except TypeError as error:
             raise DataError(f"data {PREFIX}{name}: {one_line(error)}; add arguments as {name}?NAME=VALUE") from error
+        except ImportError as error:  # some sets keep their labels in MATLAB's format and ask for scipy
+            package = error.name or one_line(error)
+            raise DataError(f"data {PREFIX}{name} needs the package {package}; pip install {package}") from error
         except (OSError, RuntimeError) as error:
             raise DataError(
                 f"data {PREFIX}{name} cannot be had: {one_line(error)}; is the network reachable? "

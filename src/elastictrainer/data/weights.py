@@ -174,16 +174,31 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore", UserWarning)  # remarks on pickle protocols that nobody can act on
             content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ModelError(
-            f"weights {str(file)!r} hold more than tensors, and reading that could run code: refused "
-            f"({one_line(error)}); save model.state_dict() or a .safetensors file instead"
-        ) from error
+        raise ModelError(f"weights {str(file)!r} {_refused(error)}") from error
     except Exception as error:  # the restricted unpickler stumbles over garbage in many ways (KeyError, EOFError, ...)
         raise ModelError(f"weights {str(file)!r} cannot be read: {one_line(error)}; is the file complete?") from error
     found = _find_tensors(content)
     if not found:
-        raise ModelError(f"weights {str(file)!r} hold no state dict (names to tensors), but a {type(content).__name__}")
+        several = ", ".join(_sets(content))
+        what = f"several sets of tensors ({several})" if several else f"a {type(content).__name__}"
+        raise ModelError(
+            f"weights {str(file)!r} hold no state dict (names to tensors), but {what}; save the model's alone"
+        )
     return found
+
+
+def _refused(error: Exception) -> str:
+    """Why the restricted unpickler stopped: at the name of what is no tensor, or at bytes that mean nothing."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named:
+        return (
+            f"hold more than tensors ({named[1]}), and reading that could run code: refused; "
+            "save model.state_dict() or a .safetensors file instead"
+        )
+    return (
+        "are no state dict as torch.save writes it, and reading anything else could run code: refused; "
+        "is the file complete, and no web page or Git LFS pointer in its place?"
+    )
 
 
 def _find_tensors(content: Any) -> dict[str, Tensor]:
@@ -191,10 +206,17 @@ def _find_tensors(content: Any) -> dict[str, Tensor]:
         return {}
     if content and all(isinstance(value, Tensor) for value in content.values()):
         return {str(name): tensor for name, tensor in content.items()}
-    nested = {str(key): found for key, value in content.items() if (found := _find_tensors(value))}
+    nested = _sets(content)
     if len(nested) > 1:
         nested = {key: nested[key] for key in _NESTED if key in nested}
     return next(iter(nested.values()), {})
+
+
+def _sets(content: Any) -> dict[str, dict[str, Tensor]]:
+    """The state dicts directly inside, by key."""
+    if not isinstance(content, Mapping):
+        return {}
+    return {str(key): found for key, value in content.items() if (found := _find_tensors(value))}
 
 
 def _in_order(own: Sequence[str], tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from elastictrainer.errors import ConfigError
 
-__all__ = ["Peak", "PeakMemory"]
+__all__ = ["Peak", "PeakMemory", "available_bytes"]
 
 PROC = Path("/proc/self")
 
@@ -82,3 +83,20 @@ class PeakMemory:
         except OSError:
             return None
         return int(found[1]) * 1024 if found else None
+
+
+def available_bytes(*, root: Path = Path("/")) -> int | None:
+    """What this process could still take without anything being swapped out or ended; None where no system tells.
+
+    Linux's own estimate, and no more than the container's limit. Cost: two small files read.
+    """
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    free = int(found[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one that says "max"
+        free = min(free, int((root / "sys/fs/cgroup/memory.max").read_text()))
+    return free
