@@ -208,6 +208,43 @@ def test_everything_trains_at_the_full_budget(kind: str) -> None:
         assert select(profile, only_deepest, budget=1.0).trainable == (profile.names[-1],)
 
 
+def test_tensors_that_cost_nothing_change_nothing_at_the_full_budget() -> None:
+    """Sums of floats: what is left without them must not come out a last bit above what the full step costs."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        made = priced(KINDS["residual"](rng, 40), rng)
+        free = rng.random(len(made.names)) < 0.3
+        lane = made.lanes[0]
+        profile = replace(made, lanes=(replace(lane, dw_s=lane.dw_s * ~free, opt_s=lane.opt_s * ~free),))
+        costly = tuple(name for name, is_free in zip(profile.names, free) if not is_free)
+        scores = dict.fromkeys(profile.names, -1.0) | dict.fromkeys(costly, 1.0)
+        assert select(profile, scores, budget=1.0).trainable == costly
+        assert select(profile, scores, budget=1.0, pin=costly).trainable == costly
+
+
+def small(costs: list[float], scores: list[float]) -> tuple[Profile, dict[str, float]]:
+    """One operation with all the tensors on it, which cost these seconds each and nothing else."""
+    count = len(costs)
+    nodes = (Node("Op", "", (), tuple(range(count))),)
+    graph = Graph(nodes, tuple(TensorInfo(f"layer{k}.weight", (1,), "float32", 4) for k in range(count)))
+    zero = np.zeros(1)
+    lane = Lane("cpu", 1.0, 0.0, zero, zero, zero, np.asarray(costs), np.zeros(count))
+    memory = Memory(0, (), np.zeros(1, dtype=np.int64), np.zeros(count, dtype=np.int64))
+    profile = Profile(graph, (lane,), memory, Residual(0.0, 0.0, 0))
+    return profile, dict(zip(profile.names, scores))
+
+
+def test_what_is_over_by_less_than_the_solver_can_tell_is_not_bought_and_its_room_is_spent() -> None:
+    profile, scores = small([1.0 + 1e-10, 0.5, 0.4, 0.3], [10.0, 3.0, 2.0, 1.0])
+    plan = select(profile, scores, budget="2s", gap=0.0)
+    assert plan.trainable == ("layer1.weight", "layer2.weight")
+    assert plan.step_s <= 2.0
+    assert not plan.optimal  # what lies between the budget and the solver's tolerance was not searched
+    assert plan.gap is not None
+    assert plan.gap > 0
+    assert "although it fits" not in "".join(str(plan.why(name)) for name in profile.names)
+
+
 def test_too_many_closed_sets_are_flagged_and_the_gap_still_holds() -> None:
     """Thirteen branches between two operations have 2**13 closed sets, more than are listed."""
     wires = Wires()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -56,7 +57,9 @@ class Lane:
         return self.dw_s + self.opt_s
 
     def step_s(self, reached: NDArray[np.bool_], trained: NDArray[np.intp]) -> float:
-        return float(self.fixed_s + self.reach_s @ reached + self.train_s[trained].sum())
+        # Rounded once, at the end: more to train is then never predicted to take less, not even by the last bit, and
+        # plans of equal prices take equal seconds. Whoever feeds a plan's own seconds back as a budget relies on it.
+        return math.fsum([self.fixed_s, *self.reach_s[reached].tolist(), *self.train_s[trained].tolist()])
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
