@@ -298,7 +298,7 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ProfileError(f"not a profile: {error}; take it again with 'elastictrainer profile'") from error
         read = cls.from_dict(data)
         if not read.lanes:  # one that was made for bytes alone is part of something else, which reads it itself
