@@ -158,6 +158,16 @@ def test_a_pin_that_fits_nothing_is_an_error(profile: Profile, scores: dict[str,
         select(profile, scores, budget=0.9, pin="layer99")
 
 
+def test_a_test_that_is_true_of_nothing_is_an_error_too(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="true of no tensor"):
+        select(profile, scores, budget=0.9, pin=lambda name: name.startswith("fc."))
+
+
+def test_scores_under_what_is_no_name_are_refused(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="scores name 5, which"):
+        select(profile, {**scores, 5: 1.0}, budget=0.9)  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize("pin", [5, [5], None, [None, "head"]])
 def test_wrong_pins(profile: Profile, scores: dict[str, float], pin: object) -> None:
     with pytest.raises(ConfigError, match="pin"):

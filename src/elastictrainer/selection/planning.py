@@ -99,7 +99,7 @@ def _checked(profile: Profile, scores: Mapping[str, float], kept: tuple[str, ...
         raise ConfigError(
             f"no score for {_some(missing)}; every tensor that is not pinned needs one (0 for one that must not train)"
         )
-    unknown = [name for name in scores if name not in profile.graph.index and name not in profile.graph.unused]
+    unknown = [str(name) for name in scores if name not in profile.graph.index and name not in profile.graph.unused]
     if unknown:
         raise ConfigError(
             f"scores name {_some(unknown)}, which this profile does not have; were they made for another model?"
