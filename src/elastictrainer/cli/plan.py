@@ -10,6 +10,7 @@ import typer
 
 from elastictrainer.cli import options
 from elastictrainer.cli.app import app
+from elastictrainer.cli.files import write_whole
 from elastictrainer.cli.output import Output
 
 if TYPE_CHECKING:
@@ -143,23 +144,18 @@ def read_scores(path: Path) -> dict[str, float]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): float(score) for name, score in found.items()}
-    except (OSError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot read scores from {str(path)!r}: {error}; write a JSON object of numbers") from error
 
 
 def write(path: Path, plan: Plan) -> None:
     """Write the plan as JSON, whole or not at all."""
-    import os
-
     from elastictrainer.errors import ConfigError
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(plan.to_json() + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, plan.to_json() + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write the plan to {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot write the plan to {str(path)!r}: {error.strerror}") from error
 
 
 def show(

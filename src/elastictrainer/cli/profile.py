@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +11,7 @@ import typer
 from elastictrainer.budget import format_bytes, format_seconds
 from elastictrainer.cli import options
 from elastictrainer.cli.app import app
+from elastictrainer.cli.files import write_whole
 from elastictrainer.cli.output import Output
 from elastictrainer.errors import ProfileError
 from elastictrainer.graph import block_of
@@ -107,15 +106,10 @@ def profile(
 
 def write(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, text)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise ProfileError(f"cannot write {str(path)!r}: {error}") from error
+        raise ProfileError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

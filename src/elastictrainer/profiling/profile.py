@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -57,7 +58,9 @@ class Lane:
         return self.dw_s + self.opt_s
 
     def step_s(self, reached: NDArray[np.bool_], trained: NDArray[np.intp]) -> float:
-        return float(self.fixed_s + self.reach_s @ reached + self.train_s[trained].sum())
+        # Rounded once, at the end: more to train is then never predicted to take less, not even by the last bit, and
+        # plans of equal prices take equal seconds. Whoever feeds a plan's own seconds back as a budget relies on it.
+        return math.fsum([self.fixed_s, *self.reach_s[reached].tolist(), *self.train_s[trained].tolist()])
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
@@ -301,7 +304,7 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ProfileError(f"not a profile: {error}; take it again with 'elastictrainer profile'") from error
         read = cls.from_dict(data)
         if not read.lanes:  # one that was made for bytes alone is part of something else, which reads it itself

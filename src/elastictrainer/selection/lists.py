@@ -139,8 +139,10 @@ class Lists:
             return states
         states = states.where(np.argsort(states.loss, kind="stable"))
         value = states.cost @ self._relaxation.prices - states.loss  # apart from what all states here have in common
-        cheaper = (states.cost[:_SAMPLE, None, :] <= states.cost[None, _SAMPLE:, :]).all(axis=2)
-        beaten = (cheaper & (value[:_SAMPLE, None] >= value[None, _SAMPLE:])).any(axis=0)
+        beats = value[:_SAMPLE, None] >= value[None, _SAMPLE:]
+        for cost in states.cost.T:  # one at a time: a reduction over so short an axis is ten times slower
+            beats &= cost[:_SAMPLE, None] <= cost[None, _SAMPLE:]
+        beaten = beats.any(axis=0)
         states = states.where(np.concatenate((np.ones(_SAMPLE, dtype=np.bool_), ~beaten)))
         self.work += len(states)
         width = self._width if self.work < self._most_work else _SAMPLE

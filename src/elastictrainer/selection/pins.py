@@ -20,10 +20,13 @@ def pinned(profile: Profile, pin: Pin) -> tuple[str, ...]:
     characters it has.
 
     Raises:
-        ConfigError: a name or pattern that fits no tensor.
+        ConfigError: a name, pattern or test that fits no tensor: a pin that was meant and does nothing helps nobody.
     """
     if callable(pin):
-        return profile.select_names(pin)
+        passed = profile.select_names(pin)
+        if not passed:
+            raise ConfigError(f"pin {pin!r} is true of no tensor of this profile; () pins nothing")
+        return passed
     patterns = [pin] if isinstance(pin, str) else list(pin) if isinstance(pin, Iterable) else [pin]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigError(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastictrainer.budget import Budget, format_bytes, format_seconds, parse_bytes
-from elastictrainer.errors import BudgetError, ConfigError
+from elastictrainer.budget import Budget
+from elastictrainer.errors import ConfigError
 from elastictrainer.plan import Plan
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.selection.limits import Limits
 from elastictrainer.selection.pins import Pin, pinned
 from elastictrainer.selection.prices import Column, Prices
 from elastictrainer.selection.solve import Solution, solve
@@ -60,7 +61,7 @@ def select(
         raise ConfigError(f"scores must be importance by tensor name, not a {type(scores).__name__}")
     if not 0 <= gap < 1:
         raise ConfigError(f"gap {gap!r} must be a share from 0 up to, but not, 1")
-    limits = _Limits.of(profile, budget, memory)
+    limits = Limits.of(profile, budget, memory)
     kept = pinned(profile, pin)
     values = _checked(profile, scores, kept)
     position = profile.graph.index
@@ -98,7 +99,7 @@ def _checked(profile: Profile, scores: Mapping[str, float], kept: tuple[str, ...
         raise ConfigError(
             f"no score for {_some(missing)}; every tensor that is not pinned needs one (0 for one that must not train)"
         )
-    unknown = [name for name in scores if name not in profile.graph.index and name not in profile.graph.unused]
+    unknown = [str(name) for name in scores if name not in profile.graph.index and name not in profile.graph.unused]
     if unknown:
         raise ConfigError(
             f"scores name {_some(unknown)}, which this profile does not have; were they made for another model?"
@@ -121,7 +122,25 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _search(profile: Profile, limits: _Limits, prices: Prices, values: NDArray[np.float64], gap: float) -> Solution:
+def _search(profile: Profile, limits: Limits, prices: Prices, values: NDArray[np.float64], gap: float) -> Solution:
+    """The best choice that keeps every limit to the last float, and a bound on all that do."""
+    found = _relaxed(limits, prices, values, gap)
+    if limits.hold(prices.names(found.chosen)):
+        return found
+    # The solver allows a billionth more, since sums of floats differ by as much: here that was bought. So ask for a
+    # little less. What lies between is not searched, so that the bound stays the first one.
+    chosen = max(
+        (
+            _spent(limits, prices, values, _repaired(limits, prices, values, close.chosen))
+            for close in (found, _relaxed(limits.tightened(), prices, values, gap))
+        ),
+        key=lambda choice: float(values[choice].sum()),
+    )
+    value = float(values[chosen].sum())
+    return Solution(chosen, value, max(found.bound, value), found.exact)
+
+
+def _relaxed(limits: Limits, prices: Prices, values: NDArray[np.float64], gap: float) -> Solution:
     """Solve with the constraints that matter: begin with one, and add what an answer turns out to violate.
 
     Leaving constraints out can only raise the bound, so that every round's bound holds, and the first answer that
@@ -139,13 +158,11 @@ def _search(profile: Profile, limits: _Limits, prices: Prices, values: NDArray[n
         if not violated or violated.keys() <= columns.keys():
             break
         columns |= violated
-    chosen = _repaired(limits, prices, values, solution.chosen)
-    value = float(values[chosen].sum())
-    return Solution(chosen, value, max(bound, value), solution.exact)
+    return Solution(solution.chosen, solution.value, max(bound, solution.value), solution.exact)
 
 
 def _repaired(
-    limits: _Limits, prices: Prices, values: NDArray[np.float64], chosen: NDArray[np.bool_]
+    limits: Limits, prices: Prices, values: NDArray[np.float64], chosen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Drop the least valuable tensors until every limit holds, to the last float; seldom any."""
     if limits.hold(prices.names(chosen)):
@@ -164,116 +181,11 @@ def _repaired(
     return chosen
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """The budgets, in seconds and bytes, and what is said when they cannot be kept."""
-
-    profile: Profile
-    budget: Budget | None
-    seconds: float | None
-    bytes: int | None
-
-    @classmethod
-    def of(cls, profile: Profile, budget: str | float | Budget | None, memory: str | int | None) -> _Limits:
-        parsed = None if budget is None else Budget.parse(budget)
-        seconds = None if parsed is None else parsed.seconds(profile.full_step_s)
-        return cls(profile, parsed, seconds, None if memory is None else parse_bytes(memory))
-
-    def hold(self, names: list[str]) -> bool:
-        if self.seconds is not None and self.profile.step_s(names) > self.seconds:
-            return False
-        return self.bytes is None or self.profile.peak_bytes(names) <= self.bytes
-
-    def note(self) -> str:
-        """A time for a step that no step takes was probably meant for the run."""
-        if self.budget is None or self.budget.kind == "ratio" or self.budget.value <= self.profile.full_step_s:
-            return ""
-        return f"the budget is of one step, and {self.budget} is more than a full one takes"
-
-    def first(self, prices: Prices) -> dict[tuple[str, int], Column]:
-        """The clock that is shortest of time, if time is limited at all."""
-        if self.seconds is None:
-            return {}
-        clocks = [prices.clock(lane, self.seconds) for lane in self.profile.lanes]
-        load = [(c.items.sum() + c.set_prices.sum()) / max(c.capacity, 1e-300) for c in clocks]
-        tightest = int(np.argmax(load))
-        return {("clock", tightest): clocks[tightest]}
-
-    def violated(self, prices: Prices, chosen: NDArray[np.bool_]) -> dict[tuple[str, int], Column]:
-        """The constraints that a choice breaks: every clock that runs over, and the moment of the peak."""
-        names = prices.names(chosen)
-        found: dict[tuple[str, int], Column] = {}
-        if self.seconds is not None:
-            for i, lane_s in enumerate(prices.lanes_s(names)):
-                if lane_s > self.seconds * (1 + 1e-9):
-                    found["clock", i] = prices.clock(self.profile.lanes[i], self.seconds)
-        if self.bytes is not None and self.profile.peak_bytes(names) > self.bytes:
-            moment = prices.peak_node(names)
-            found["moment", moment] = prices.moment(moment, self.bytes)
-        return found
-
-    def refuse_pinned(self, kept: tuple[str, ...]) -> None:
-        step_s, peak = self.profile.step_s(kept), self.profile.peak_bytes(kept)
-        whose = f"the {len(kept)} pinned tensor{'s' if len(kept) > 1 else ''} alone"
-        if self.seconds is not None and step_s > self.seconds:
-            over = format_seconds(step_s - self.seconds)
-            raise BudgetError(
-                f"{whose} take {format_seconds(step_s)} a step, {over} over the budget of {self._budget()}; "
-                f"the least budget is {self._least(step_s)}, or pin fewer",
-                least=self._in_unit(step_s),
-            )
-        if self.bytes is not None and peak > self.bytes:
-            raise BudgetError(
-                f"{whose} hold {format_bytes(peak)} at the peak, {format_bytes(peak - self.bytes)} over the limit of "
-                f"{format_bytes(self.bytes)}; the least memory is {format_bytes(peak)} ({peak} bytes), or pin fewer",
-                least=float(peak),
-                of="memory",
-            )
-
-    def refuse_all(self, names: list[str]) -> BudgetError:
-        """No tensor of positive score fits on its own: say what would."""
-        cost = {name: (self.profile.step_s([name]), self.profile.peak_bytes([name])) for name in names}
-        in_time = {n: c for n, c in cost.items() if self.seconds is None or c[0] <= self.seconds}
-        in_memory = {n: c for n, c in cost.items() if self.bytes is None or c[1] <= self.bytes}
-        if self.seconds is not None and not (self.bytes is not None and in_time):
-            # Time is short, or both are: then the time of what fits the memory, if anything does.
-            least_s = min(c[0] for c in (in_memory or cost).values())
-            also = "" if in_memory else f" and memory of at least {format_bytes(min(c[1] for c in cost.values()))}"
-            return BudgetError(
-                f"budget {self._budget()} is under the cheapest plan that trains anything; "
-                f"the least is {self._least(least_s)}{also} "
-                f"(a step without any training takes {format_seconds(self.profile.floor_s)})",
-                least=self._in_unit(least_s),
-            )
-        least_bytes = min(c[1] for c in (in_time or cost).values())
-        return BudgetError(
-            f"memory {format_bytes(self.bytes or 0)} is under the smallest plan that trains anything"
-            f"{'' if self.seconds is None else f' within {self._budget()}'}; "
-            f"the least is {format_bytes(least_bytes)} ({least_bytes} bytes)",
-            least=float(least_bytes),
-            of="memory",
-        )
-
-    def _budget(self) -> str:
-        assert self.budget is not None, "asked only where time is limited"
-        assert self.seconds is not None, "parsed together with the budget"
-        return str(self.budget) if self.budget.kind == "seconds" else f"{self.budget} ({format_seconds(self.seconds)})"
-
-    def _in_unit(self, step_s: float) -> float:
-        """The smallest budget, in the unit asked for, that a step of this length keeps: rounded up, never down."""
-        assert self.budget is not None, "asked only where time is limited"
-        if self.budget.kind == "seconds":
-            return step_s
-        ratio = step_s / self.profile.full_step_s
-        while ratio * self.profile.full_step_s < step_s:
-            ratio = math.nextafter(ratio, math.inf)
-        return ratio
-
-    def _least(self, step_s: float) -> str:
-        least = self._in_unit(step_s)
-        assert self.budget is not None, "asked only where time is limited"
-        return (
-            f"{math.ceil(least * 1e4) / 1e4:g}x"
-            if self.budget.kind == "ratio"
-            else f"{format_seconds(least)} ({least!r}s)"
-        )
+def _spent(limits: Limits, prices: Prices, values: NDArray[np.float64], chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The choice with whatever still fits, the most valuable first."""
+    chosen = chosen.copy()
+    cheap = ~chosen & limits.within_reach(prices, chosen)
+    for k in np.flatnonzero(cheap)[np.argsort(-values[cheap], kind="stable")].tolist():
+        chosen[k] = True
+        chosen[k] = limits.hold(prices.names(chosen))
+    return chosen

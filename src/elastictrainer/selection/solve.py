@@ -67,6 +67,8 @@ def solve(problem: Problem, *, gap: float = 0.005, resolution: int | None = None
                 break
     search.finish()
     if not structure.exact:
+        search.exchange()  # among all closed sets, not only those that were listed
+        search.finish()
         # The bound above covers only the closed sets that were listed. One of the problem with crossing groups made
         # free until few enough are left covers all of them.
         outer = _Search(problem, arrange(problem, limit=limit, relax=True))
