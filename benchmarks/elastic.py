@@ -304,10 +304,12 @@ def accuracy_suite(args: argparse.Namespace) -> None:
 
             def save(name: str = name, cells: list[Any] = cells, finals: list[Any] = finals) -> None:
                 rows = [accuracy_row(name, c, args) | here for c in [*cells, *finals] if outcome(c) is not None]
-                write_csv(args.out / f"elastic_accuracy_{args.data.name}_{name}.csv", rows)
+                if rows:
+                    write_csv(args.out / f"elastic_accuracy_{args.data.name}_{name}.csv", rows)
                 if args.state is not None:
                     pack(args.state, args.runs, also=("*.profile.json", "*.profile_s.json"))
 
+            save()  # the profile, too, is better kept than taken again
             failed += run_cells(cells, args, save)
             tried = [m for m in METHODS if all(outcome(c) is not None for c in cells if c["method"] == m)]
             best = {method: best_rate(cells, method) for method in tried}
