@@ -7,11 +7,14 @@ import os
 import platform
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+HERE = str(Path(__file__).resolve().parent)
 RESULTS = Path(__file__).parent / "results"
+SMALL = (".json", ".jsonl", ".yaml", ".html", ".csv", ".txt")  # what of a run folder travels
 
 
 def where(device: str = "cpu") -> dict[str, Any]:
@@ -33,9 +36,13 @@ def commit() -> str:
     """The commit measured, marked when the tree differs from it; machines without git are told by COMMIT."""
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
+
+    def run(*asked: str) -> str:
+        told = subprocess.run(["git", "-C", HERE, *asked], capture_output=True, text=True, check=True)
+        return told.stdout.strip()
+
     try:
-        run = lambda *a: subprocess.run(["git", *a], capture_output=True, text=True, check=True).stdout.strip()  # noqa: E731
-        changed = run("status", "--porcelain", "--", "src", "benchmarks/*.py")
+        changed = run("status", "--porcelain", "--", ":/src", ":/benchmarks/*.py")
         return run("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -79,6 +86,31 @@ def print_table(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> No
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     for row in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+
+
+# -- machines that forget --------------------------------------------------------------------------------------------
+
+
+def unpack(state: Path, runs: Path) -> None:
+    if state.exists():
+        with tarfile.open(state) as archive:
+            archive.extractall(runs, filter="data")
+
+
+def pack(state: Path, runs: Path, *, also: Iterable[str] = ()) -> None:
+    """Finished runs without their weights: enough for them not to be run again, and for every table and report."""
+    ended = {path.parent for name in ("result.json", "diverged.json") for path in runs.rglob(name)}
+    aside = state.with_name(state.name + ".tmp")
+    state.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(aside, "w:gz") as archive:
+        for path in (path for pattern in also for path in sorted(runs.glob(pattern))):
+            archive.add(path, path.relative_to(runs))
+        for folder in sorted(ended):
+            for path in sorted(folder.iterdir()):
+                if path.suffix in SMALL:
+                    archive.add(path, path.relative_to(runs))
+    aside.replace(state)
+    print(f"packed {len(ended)} finished runs into {state}", file=sys.stderr)
 
 
 def _round(value: Any) -> Any:

@@ -186,7 +186,18 @@ def budgets(folder: Path) -> str:
     for name, rows in found.items():
         text += f"## {name.removeprefix('elastic_budget_').removesuffix('.csv')}\n\n"
         text += f"Batch {rows[0]['batch']}, images of {rows[0]['image']} pixels.\n\n"
-        columns = ("model", "asked", "took", "points off", "steps", "plans", "profile", "probes", "choosing")
+        columns = (
+            "model",
+            "asked",
+            "took",
+            "points off",
+            "steps",
+            "plans",
+            "profile",
+            "probes",
+            "choosing",
+            "of the run",
+        )
         text += markdown(columns, (_kept(row) for row in rows))
         off = [float(row["off_points"]) for row in rows if row["off_points"]]
         if off:
@@ -201,22 +212,49 @@ def budgets(folder: Path) -> str:
         text += absent("Memory", "python benchmarks/elastic.py memory --device cuda --batch-size 64")
     for name, rows in found.items():
         columns = ("model", "policy", "asked", "peak MiB", "predicted MiB", "of full training")
+        text += f"Batch {rows[0]['batch']}, images of {rows[0]['image']} pixels.\n\n" if "image" in rows[0] else ""
         text += markdown(columns, (
             (r["model"], r["policy"], r["asked"], f"{float(r['peak_bytes']) / 2**20:.0f}",
-             f"{float(r['predicted_bytes']) / 2**20:.0f}", percent(r["of_full"]))
-            for r in rows
+             f"{float(r['predicted_bytes']) / 2**20:.0f}", percent(r["of_full"]) if r.get("of_full") else "–")
+            for r in rows if r.get("peak_bytes")
         ))  # fmt: skip
+        text += "\n" + where(rows, name) + "\n"
+    return text
+
+
+def elastic_accuracy(folder: Path) -> str:
+    found = tables("elastic_accuracy_*.csv", folder)
+    text = (
+        "\n## Accuracy\n\n"
+        "Each method at the best learning rate of one grid, chosen on validation; judged once on test.\n\n"
+    )
+    if not found:
+        return text + absent("Accuracy", "python benchmarks/elastic.py accuracy --device cuda")
+    for name, rows in found.items():
+        finals = [row for row in rows if row["stage"] == "final" and not row["diverged"]]
+        lines = []
+        for method in dict.fromkeys(row["method"] for row in finals):
+            here = [row for row in finals if row["method"] == method]
+            right = [100 * float(row["test_accuracy"]) for row in here]
+            spread = f" ± {statistics.stdev(right):.1f}" if len(right) > 1 else ""
+            alone_s = statistics.mean(float(row["alone_s"]) for row in here)
+            lines.append((
+                here[0]["data"], here[0]["model"], method, f"{statistics.mean(right):.1f}{spread}", str(len(here)),
+                format_seconds(alone_s), number(here[0]["lr"]),
+            ))  # fmt: skip
+        text += markdown(("data", "model", "method", "test accuracy", "seeds", "seconds of steps", "lr"), lines)
         text += "\n" + where(rows, name) + "\n"
     return text
 
 
 def _kept(row: Row) -> tuple[str, ...]:
     if row.get("refused"):
-        return row["model"], row["asked"], f"refused: the least is {number(row['least'])}x", *["–"] * 6
+        return row["model"], row["asked"], f"refused: the least is {number(row['least'])}x", *["–"] * 7
     choosing = sum(float(row[f"{part}_steps"]) for part in ("select", "apply", "forward"))
     return (
         row["model"], row["asked"], number(row["ratio"], ".3f"), number(row["off_points"], "+.1f"), row["steps"],
         row["plans"], number(row["profile_steps"], ".0f"), number(row["probe_steps"], ".1f"), f"{choosing:.1f}",
+        percent(row["overhead"]) if row.get("overhead") else "–",
     )  # fmt: skip
 
 
@@ -229,7 +267,7 @@ def build(folder: Path) -> dict[str, str]:
     pages["index.md"] = MADE + comparison(folder, pages)
     pages["time-model.md"] = MADE + time_model(folder, pages)
     pages["solver.md"] = MADE + solver(folder, pages)
-    pages["budget.md"] = MADE + budgets(folder)
+    pages["budget.md"] = MADE + budgets(folder) + elastic_accuracy(folder)
     pages["runs.md"] = MADE + whole_runs(folder)
     pages["few-shot.md"] = MADE + few_shot(folder)
     for profile in sorted(folder.glob("profile_*.json")):

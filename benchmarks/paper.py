@@ -29,7 +29,6 @@ import argparse
 import json
 import signal
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +44,7 @@ from elastictrainer.compare import Comparison, Grid
 from elastictrainer.compare.board import make_board
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, commit, print_table, read_csv, where, write_csv
+from common import RESULTS, commit, pack, print_table, read_csv, unpack, where, write_csv
 from workloads import NAMES, WEIGHTS, images, loss_fn, network
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -57,7 +56,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "rest": {"policies": ["head", "bn_bias", "prunetrain", "elastic"], "budgets": ["0.35x", "0.4x", "0.6x", "0.7x"]},
     "run": {"policies": ["adaptive", "shorter"], "budgets": ["0.1x", "0.25x", "0.5x"]},
 }
-SMALL = (".json", ".jsonl", ".yaml", ".html", ".csv", ".txt")  # what of a run folder travels
+ASKED = ("*/comparison.yaml", "*/train.yaml")
 
 
 def compare_suite(name: str, args: argparse.Namespace) -> None:
@@ -213,29 +212,7 @@ def cosine(a: dict[str, float], b: dict[str, float]) -> float:
     return float(x @ y / (np.linalg.norm(x) * np.linalg.norm(y)))
 
 
-# -- machines that forget --------------------------------------------------------------------------------------------
-
-
-def unpack(state: Path, runs: Path) -> None:
-    if state.exists():
-        with tarfile.open(state) as archive:
-            archive.extractall(runs, filter="data")
-
-
-def pack(state: Path, runs: Path) -> None:
-    """Finished runs without their weights: enough for them not to be run again, and for every table and report."""
-    done = [path.parent for path in runs.rglob("result.json")]
-    aside = state.with_name(state.name + ".tmp")
-    state.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(aside, "w:gz") as archive:
-        for path in [*runs.glob("*/comparison.yaml"), *runs.glob("*/train.yaml")]:
-            archive.add(path, path.relative_to(runs))
-        for folder in done:
-            for path in folder.iterdir():
-                if path.suffix in SMALL:
-                    archive.add(path, path.relative_to(runs))
-    aside.replace(state)
-    print(f"packed {len(done)} finished runs into {state}", file=sys.stderr)
+# -- the whole of it -------------------------------------------------------------------------------------------------
 
 
 def tiny(args: argparse.Namespace) -> None:
@@ -305,11 +282,11 @@ def main() -> None:
         for name in args.suites.split(","):
             suites[name](args)
             if args.state is not None:
-                pack(args.state, args.runs)
+                pack(args.state, args.runs, also=ASKED)
     except KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if args.state is not None:
-            pack(args.state, args.runs)
+            pack(args.state, args.runs, also=ASKED)
         sys.exit("paper: stopped; finished cells are kept, run it again to go on")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     },
     "mobilenet_v2": {"file": "mobilenet_v2_imagenet.safetensors", "normalize": "inception"},
 }
+NOISE = "noise"  # the `--data` of networks whose time and memory alone are measured
 NAMES = {"vit_s": "timm/vit_small_patch16_224"}
 
 
@@ -51,7 +53,9 @@ def images(
     device: torch.device,
     seed: int = 0,
     cache: Path | None = None,
-) -> Images:
+) -> Images | Noise:
+    if str(data) == NOISE:
+        return Noise(batch_size=batch_size, image_size=image_size, device=device, seed=seed)
     return load_images(
         data,
         image_size=image_size,
@@ -61,3 +65,31 @@ def images(
         seed=seed,
         cache_dir=cache,
     )
+
+
+class Noise:
+    """Random images that lie on the device, for machines where real ones cannot be had: nothing is waited for."""
+
+    num_classes = 37
+
+    def __init__(self, *, batch_size: int, image_size: int, device: torch.device, seed: int) -> None:
+        stream = torch.Generator().manual_seed(seed)
+        shape = (batch_size, 3, image_size, image_size)
+        self.batch_size = batch_size
+        self.train = self
+        self._batches = [
+            (
+                torch.randn(shape, generator=stream).to(device),
+                torch.randint(self.num_classes, (batch_size,), generator=stream).to(device),
+            )
+            for _ in range(8)
+        ]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every epoch is the same one."""
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._batches)

@@ -61,14 +61,23 @@ def results(tmp_path: Path) -> Path:
     kept = {"model": "resnet50", "batch": 4, "image": 96}
     write(tmp_path / "elastic_budget_cpu_t1.csv", [
         kept | {"asked": 0.5, "ratio": 0.4912, "off_points": -0.88, "steps": 160, "plans": 4, "profile_steps": 25.0,
-                "probe_steps": 24.5, "select_steps": 0.5, "apply_steps": 0.25, "forward_steps": 4.0} | HERE,
+                "probe_steps": 24.5, "select_steps": 0.5, "apply_steps": 0.25, "forward_steps": 4.0, "overhead": 0.0085}
+        | HERE,
         kept | {"asked": 0.9, "ratio": 0.93, "off_points": 3.0, "steps": 160, "plans": 4, "profile_steps": 0.0,
                 "probe_steps": 24.5, "select_steps": 0.5, "apply_steps": 0.25, "forward_steps": 4.0} | HERE,
         kept | {"asked": 0.2, "refused": "too little", "least": 0.31} | HERE,
     ])  # fmt: skip
     write(tmp_path / "elastic_memory_cuda.csv", [
         kept | {"policy": "elastic", "asked": 0.5, "peak_bytes": 2**29, "predicted_bytes": 2**28, "of_full": 0.55}
-        | HERE
+        | HERE,
+        kept | {"policy": "elastic", "asked": 0.1, "refused": "too little"} | HERE,
+    ])  # fmt: skip
+    judged = {"data": "cub200", "model": "resnet50", "method": "elastic 0.5x", "lr": 0.003, "diverged": ""}
+    write(tmp_path / "elastic_accuracy_cub200_resnet50.csv", [
+        judged | {"stage": "rate", "seed": 0, "test_accuracy": "", "alone_s": 9.0} | HERE,
+        judged | {"stage": "final", "seed": 0, "test_accuracy": 0.68, "alone_s": 90.0} | HERE,
+        judged | {"stage": "final", "seed": 1, "test_accuracy": 0.70, "alone_s": 100.0} | HERE,
+        judged | {"stage": "final", "seed": 2, "diverged": "the loss is nan"} | HERE,
     ])  # fmt: skip
     timed = kept | {"data": "pets37", "budget": 0.1, "lr": 0.003, "epochs": 12}
     adaptive = timed | {"method": "adaptive", "ratio": 0.099, "stage": "final"} | HERE
@@ -127,10 +136,11 @@ def test_every_figure_on_a_page_comes_from_its_row(results: Path) -> None:
     assert [line for line in made["solver.md"].splitlines() if "published" in line and "90.00%" in line]
     assert "97.00%" in made["solver.md"]
     budget = made["budget.md"]
-    assert row_of(budget, "resnet50")[1:] == ["0.5", "0.491", "-0.9", "160", "4", "25", "24.5", "4.8"]
+    assert row_of(budget, "resnet50")[1:] == ["0.5", "0.491", "-0.9", "160", "4", "25", "24.5", "4.8", "0.9%"]
     assert "1 of 2 runs are within 2 points of what was asked; the most over: +3.0." in budget
     assert "| refused: the least is 0.31x |" in budget
     assert "| 512 | 256 | 55.0% |" in budget
+    assert row_of(budget, "cub200")[1:] == ["resnet50", "elastic 0.5x", "69.0 ± 1.4", "2", "1min35s", "0.003"]
     runs = made["runs.md"]
     assert row_of(runs, "resnet50")[1:6] == ["0.1x", "shorter", "65.0", "1", "0.101"]
     assert "| **adaptive** | 61.0 ± 1.4 | 2 | 0.099 | 0.003 |" in runs

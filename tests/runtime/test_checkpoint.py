@@ -56,6 +56,13 @@ def test_tensors_survive_with_dtype_layout_and_sharing(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("save-*"))) == 1
 
 
+@pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
+def test_weights_can_be_read_by_whoever_may_read_other_files(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    checkpoint.save_tensors({"w": torch.ones(2)}, tmp_path / "weights")
+    assert (tmp_path / "weights").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_what_only_pickle_could_hold_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"schedule\.lambda is a function"):
         encode({"schedule": {"lambda": lambda x: x}})

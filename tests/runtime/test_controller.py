@@ -225,6 +225,16 @@ def test_replans_when_due(interval: Any, steps: list[int]) -> None:
     assert [event["step"] for event in elastic.history] == steps
 
 
+@pytest.mark.parametrize("interval", ["7steps", 0.5])
+def test_steps_are_counted_to_the_plan_that_they_were_of(interval: Any) -> None:
+    """Also where a plan ends in the middle of a window: flops and ratios are sums over plans."""
+    elastic, machine = make(policy="random", budget="0.5x", interval=interval, deterministic=True)
+    train(elastic, machine, epochs=3, data=batches(14))
+    assert [event["steps"] for event in elastic.history] == [7] * 6
+    for event in elastic.history:
+        assert event["spent_s"] == pytest.approx(7 * event["predicted_step_s"])
+
+
 def test_auto_replans_when_the_scores_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     elastic, machine = make(interval="auto", feedback=False)
     names = machine.profile.names
@@ -388,6 +398,29 @@ def test_state_is_plain_and_a_controller_goes_on_from_it() -> None:
     train(second, machine, epochs=3, data=batches(5))
     assert [e["id"] for e in second.history] == [e["id"] for e in whole.history]
     assert [e["step"] for e in second.history] == [e["step"] for e in whole.history]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7, 12])
+def test_a_state_from_within_a_window_has_every_step_in_its_account(stop: int) -> None:
+    """A run that is killed has only its last state: what was in no window yet would never be counted."""
+    data = batches(14)
+    first, machine = make(policy="suffix", budget="0.5x")
+    for batch in first.epoch(machine.load(data)):
+        first.loss_fn(first.model, batch).backward()
+        machine.rest_of_step(first.plan.trainable)  # type: ignore[union-attr]
+        if first.steps == stop:
+            with first.pause():
+                machine.now += 100.0  # a checkpoint being written
+                state = json.loads(json.dumps(first.state_dict()))
+            spent_s = machine.spent_s
+            break
+    second, machine = make(policy="suffix", budget="0.5x")
+    second.load_state_dict(state)
+    assert second.stats["steps"] == stop
+    assert second.stats["spent_s"] == pytest.approx(spent_s)
+    train(second, machine, epochs=1, data=data[stop:])
+    assert second.stats["steps"] == sum(event["steps"] for event in second.history) == 14
+    assert second.stats["spent_s"] == pytest.approx(spent_s + machine.spent_s)
 
 
 def test_deterministic_decisions_do_not_look_at_the_clock() -> None:

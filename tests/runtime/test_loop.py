@@ -214,6 +214,37 @@ def test_cosine_ends_at_zero_and_none_stays() -> None:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(final, abs=1e-9)
 
 
+def test_a_learning_rate_that_is_a_tensor_can_be_written_down_and_gone_on_with(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "epochs": 3, "profile": chain_profile(small_net()), "deterministic": True, "policy": "elastic",
+        "progress": False,
+    }  # fmt: skip
+    made = []
+    for out, loss_fn in ((tmp_path / "whole", cross_entropy), (tmp_path / "run", interrupt_at(25))):
+        model = small_net()
+        with contextlib.suppress(KeyboardInterrupt):
+            fit(
+                model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05)), loss_fn, batches(12), out=out,
+                **options,
+            )  # fmt: skip
+        made.append(model)
+    model = small_net(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05))
+    fit(model, optimizer, cross_entropy, batches(12), out=tmp_path / "run", resume=True, **options)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), made[0].parameters()))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), made[1].parameters()))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines] == pytest.approx([0.0375, 0.0125, 0.0], abs=1e-6)
+
+
+def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
+    model = small_net()
+    optimizer = make_optimizer("sgd", model.parameters(), lr=0.05)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
+        fit(model, optimizer, cross_entropy, batches(4), epochs=1, scheduler=plateau, progress=False)
+
+
 def test_bf16_autocast_reaches_training_probe_and_evaluation() -> None:
     seen = set()
 

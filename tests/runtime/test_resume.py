@@ -85,6 +85,9 @@ def test_logs_are_as_of_an_uninterrupted_run(tmp_path: Path) -> None:
         with pytest.raises(Killed):
             train(str(tmp_path / "killed"), "adam")
     train(str(tmp_path / "killed"), "adam")
+    results = [json.loads((tmp_path / run / "result.json").read_text()) for run in ("whole", "killed")]
+    assert results[0]["flops"] == results[1]["flops"]
+    assert [p["steps"] for p in results[0]["plans"]] == [p["steps"] for p in results[1]["plans"]]
     for name in ("metrics.jsonl", "plans.jsonl"):
         whole, killed = (
             [json.loads(line) for line in (tmp_path / run / name).read_text().splitlines()]

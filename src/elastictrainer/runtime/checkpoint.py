@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -214,7 +215,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, *, metadata: dict[st
         # safetensors refuses tensors that share memory; a second name gets its own copy.
         ready[name] = held.clone() if held.untyped_storage().data_ptr() in seen else held
         seen.add(ready[name].untyped_storage().data_ptr())
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     save_file(ready, path, metadata=metadata)
+    path.chmod(mode)  # as any new file's: safetensors makes files that nobody else may read
     _sync(path)
 
 

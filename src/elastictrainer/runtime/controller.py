@@ -132,6 +132,7 @@ class Elastic:
         self._stood = 0
         self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
         self._loaded = False
+        self._paused_at: float | None = None
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
         self._clock = clock
         self._compilations = Compilations()
@@ -198,10 +199,12 @@ class Elastic:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Work inside is not training (evaluation, checkpoints) and is not charged to the budget."""
-        start = self._now()
+        start, outer = self._now(), self._paused_at
+        self._paused_at = start if outer is None else outer
         try:
             yield
         finally:
+            self._paused_at = outer
             self._steering.window.exclude(self._now() - start)
 
     @property
@@ -272,6 +275,7 @@ class Elastic:
 
     def _replan(self, ahead: Lookahead[Any]) -> None:
         """Probe on the batches that come next; plan anew unless the scores are much the same (`interval="auto"`)."""
+        self._close_window()  # its steps were of the plan that stands, not of the one that comes
         with self.pause(), self._around():
             batches = ahead.peek(self.probe_batches if self.policy.needs_scores else min(2, self.probe_batches))
             if not batches:
@@ -469,6 +473,15 @@ class Elastic:
             self.history[-1]["steps"] += steps
             self.history[-1]["spent_s"] += seconds
 
+    def _unaccounted(self) -> tuple[int, float]:
+        """Steps of the open window, the one in progress included, and their seconds so far."""
+        start = self._steering.window.start
+        if start is None or not self.history:
+            return 0, 0.0
+        now = self._now() if self._paused_at is None else self._paused_at
+        steps = self.steps - sum(event["steps"] for event in self.history)
+        return steps, max(now - start - self._steering.window.excluded_s, 0.0)
+
     # -- what others read --------------------------------------------------------------------------------------------
 
     @property
@@ -513,6 +526,11 @@ class Elastic:
 
         Take it after the optimizer's step or between epochs; the batch last handed out counts as trained on.
         """
+        history = [dict(event) for event in self.history]
+        steps, seconds = self._unaccounted()  # who goes on from here opens another window
+        if steps:
+            history[-1]["steps"] += steps
+            history[-1]["spent_s"] += seconds
         return {
             "format": FORMAT,
             "policy": self.policy.name,
@@ -526,8 +544,8 @@ class Elastic:
             "plan": self.plan.to_dict() if self.plan else None,
             "scores": self.scores,
             "overhead_s": dict(self.overhead_s),
-            "history": [dict(event) for event in self.history],
-            "steering": self._steering.state_dict(),
+            "history": history,
+            "steering": self._steering.state_dict(steps, seconds),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from elastictrainer.budget import Budget, format_seconds
 from elastictrainer.errors import BudgetError, CheckpointError, ConfigError
@@ -150,6 +150,11 @@ class Run:
         if isinstance(self.settings.scheduler, str):
             raise ConfigError(
                 f"scheduler {self.settings.scheduler!r} is not known; use 'cosine', None, or a scheduler of your own"
+            )
+        if isinstance(self.settings.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau is stepped with a validation's loss, and schedules here with the optimizer; use "
+                "'cosine', None, or an LR scheduler whose step() needs nothing"
             )
         return self.settings.scheduler
 
@@ -398,7 +403,7 @@ class Run:
             "loss": self.losses.mean,
             "val_loss": score.loss if score else None,
             "val_accuracy": score.accuracy if score else None,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": float(self.optimizer.param_groups[0]["lr"]),  # a tensor, in an optimizer that was built with one
             "train_s": _train_s(stats),
             "eval_s": record.eval_s,
             "step_s": stats["step_s"],

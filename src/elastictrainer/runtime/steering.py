@@ -185,9 +185,13 @@ class Steering:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, steps: int = 0, elapsed_s: float = 0.0) -> dict[str, Any]:
+        """`steps` and their seconds are those of the open window, which is not in the account yet."""
+        pace = Pace.from_dict(self.pace.to_dict())
+        if steps:
+            pace.add(steps, elapsed_s, 0.0 if self.overlapping else self.window.wait_s, settling=True)
         return {
-            "pace": self.pace.to_dict(),
+            "pace": pace.to_dict(),
             "steps_per_epoch": self.steps_per_epoch,
             "wait_s": self.wait_s,
             "profiles": self._profiles,
