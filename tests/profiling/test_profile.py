@@ -16,7 +16,7 @@ from torch import nn
 
 import elastictrainer as et
 from elastictrainer.errors import BudgetError, ConfigError, ProfileError
-from elastictrainer.profiling.weigh import tensors_in
+from elastictrainer.profiling.fingerprint import tensors_in
 from tests.selection.graphs import KINDS, priced
 from tests.zoo import ZOO, _vectors
 

@@ -20,6 +20,7 @@ from elastictrainer.graph import Graph
 from elastictrainer.profiling.cache import Cache, describe
 from elastictrainer.profiling.calibrate import calibrate, calibration_plans, fit_optimizer, raw_lane, run_plans
 from elastictrainer.profiling.profile import Memory, Profile, Residual
+from elastictrainer.profiling.refusals import refuse_model
 from elastictrainer.profiling.steps import Stepper
 from elastictrainer.profiling.timing import split_alone, time_parts
 from elastictrainer.profiling.trace import LossFn, forward, trace
@@ -80,8 +81,8 @@ def profile(
     if not isinstance(effort, int) or effort < LEAST_EFFORT:
         raise ConfigError(f"effort {effort!r} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
     model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
-    _refuse(model)
     candidates = candidates_of(model, optimizer)
+    refuse_model(model, candidates)
     context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn) | {"effort": effort}
     store = Cache(Path(cache)) if cache is not None else None
     if store is not None and (found := store.find(context)) is not None:
@@ -108,7 +109,10 @@ def _measure(
     limit_s: float | None,
 ) -> Profile:
     start = time.perf_counter()
-    with _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
+    here = torch.cuda.device_of(
+        next(iter(candidates.values()))
+    )  # a no-op elsewhere: its clocks are the current device's
+    with here, _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
         if not graph.tensors:
@@ -161,15 +165,6 @@ def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:
             f"there are {format_seconds(limit_s)} for it",
             least=whole_s,
         )
-
-
-def _refuse(model: nn.Module) -> None:
-    """Name the first part of the model that cannot be timed as it is, and the way out."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ProfileError(f"{name} has no shape yet: run one batch through the model before profiling it")
-        if parameter.is_meta:
-            raise ProfileError(f"{name} is on the meta device and has no values: load the model's weights first")
 
 
 def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from elastictrainer.profiling.fingerprint import tensors_in
 from elastictrainer.profiling.profile import Memory, Storage
 from elastictrainer.profiling.timing import deepest
 from elastictrainer.profiling.trace import LossFn, Owners, Trace, forward, next_sequence_number, note_owners
 
-__all__ = ["tensors_in", "weigh"]
+__all__ = ["weigh"]
 
 Apply = Callable[[Sequence[int]], None]
 Kept = dict[int, list[tuple[int, int]]]  # node -> (storage, bytes) in the order in which it saved them
@@ -76,20 +77,6 @@ def weigh(
         workspace_bytes=workspace,
         state_bytes=np.asarray(state_bytes, dtype=np.int64),
     )
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Every tensor of a nested batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_in(value)
-    elif hasattr(batch, "__dict__"):
-        yield from tensors_in(vars(batch))
 
 
 def _owned_tensors(trace: Trace) -> dict[int, tuple[int, ...]]:
