@@ -19,7 +19,8 @@ from elastictrainer.errors import BudgetError, ConfigError, ProfileError
 from elastictrainer.graph import Graph
 from elastictrainer.profiling.cache import Cache, describe
 from elastictrainer.profiling.calibrate import calibrate, calibration_plans, fit_optimizer, raw_lane, run_plans
-from elastictrainer.profiling.profile import Memory, Profile, Residual
+from elastictrainer.profiling.observe import Allocator, counted_forward_bytes, observe
+from elastictrainer.profiling.profile import Profile
 from elastictrainer.profiling.refusals import refuse_model
 from elastictrainer.profiling.steps import Stepper
 from elastictrainer.profiling.timing import split_alone, time_parts
@@ -32,7 +33,6 @@ __all__ = ["candidates_of", "profile"]
 
 LEAST_EFFORT = 12
 BESIDES = 9  # steps that a profile takes beyond its effort
-_UNKNOWN = Residual(0.0, 0.0, 0)
 
 
 def profile(
@@ -109,9 +109,7 @@ def _measure(
     limit_s: float | None,
 ) -> Profile:
     start = time.perf_counter()
-    here = torch.cuda.device_of(
-        next(iter(candidates.values()))
-    )  # a no-op elsewhere: its clocks are the current device's
+    here = torch.cuda.device_of(next(iter(candidates.values())))  # CUDA's clocks are the current device's
     with here, _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
@@ -140,13 +138,15 @@ def _measure(
         optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
         steps, warmup = (2, 1) if stepper.cuda else (1, 0)
         rounds = max(1, min(8, round((effort - 15) / (0.7 * (steps + warmup) * len(plans)))))  # a plan is 0.7 steps
-        measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps)
+        measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps, warmup=1 - warmup)
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
         forwards, optimizers = [forward_s], [optimizer_host]
         if stepper.cuda:
-            forwards.append(stepper.device_s(lambda: loss_fn(model, batch)))
+            forwards.append(float(np.median([stepper.device_s(lambda: loss_fn(model, batch)) for _ in range(3)])))
             optimizers.append(_device_optimizer(stepper, graph, subsets))
-            memory = _observed(stepper, Profile(graph, (), memory, _UNKNOWN), plans[:4], train)
+            memory = observe(stepper, traced, memory, plans[:4], train, Allocator())
+        else:
+            memory = replace(memory, forward_bytes=counted_forward_bytes(model, loss_fn, batch))
         lanes, error = calibrate(
             graph,
             memory,
@@ -188,21 +188,3 @@ def candidates_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn
 
 def _device_optimizer(stepper: Stepper, graph: Graph, subsets: Sequence[tuple[int, ...]]) -> tuple[float, Any]:
     return fit_optimizer(graph, subsets, [stepper.optimizer_s(s, clock=stepper.device_s) for s in subsets])
-
-
-def _observed(stepper: Stepper, draft: Profile, plans: Sequence[tuple[int, ...]], train: Any) -> Memory:
-    """CUDA only: lift the base to what the allocator really reported (workspaces and rounding belong to no node)."""
-    missing = []
-    for plan in plans:
-        train(plan)
-        stepper.step()
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        stepper.step()
-        torch.cuda.synchronize()
-        grown = torch.cuda.max_memory_allocated() - held
-        names = [draft.names[k] for k in plan]
-        predicted = draft.peak_bytes(names) - draft.memory.base_bytes - int(draft.memory.state_bytes[list(plan)].sum())
-        missing.append(grown - predicted)
-    return replace(draft.memory, base_bytes=draft.memory.base_bytes + max(0, int(np.median(missing))))

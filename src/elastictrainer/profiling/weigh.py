@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -105,7 +106,11 @@ def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _grad_bytes(geometry: Any) -> int:
-    return sum(int(np.prod(g[0], dtype=np.int64)) * g[2].itemsize for g in geometry or () if g is not None)
+    """Of the gradients that an operation receives; one that is stretched to its shape takes the room of what it was."""
+    return sum(
+        math.prod(size for size, step in zip(shape, stride) if step) * dtype.itemsize
+        for shape, stride, dtype, _ in (g for g in geometry or () if g is not None)
+    )
 
 
 def _record(
