@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -49,6 +50,20 @@ def test_prices_only_grow_with_what_is_trained(name):
         peaks = [profile.saved_bytes(profile.names[k] for k in order[:n]) for n in range(len(order) + 1)]
         assert steps == sorted(steps)
         assert peaks == sorted(peaks)
+
+
+def test_the_price_of_a_plan_takes_less_than_a_millisecond():
+    """As many tensors as ResNet50 has, in residual blocks."""
+    rng = np.random.default_rng(0)
+    profile = priced(KINDS["residual"](rng, 161), rng)
+    assert len(profile.names) >= 161
+    took = []
+    for _ in range(20):
+        plan = [name for name in profile.names if rng.random() < 0.5]
+        start = time.perf_counter()
+        profile.step_s(plan)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 1e-3
 
 
 def test_json_round_trip_keeps_every_answer():
