@@ -14,8 +14,9 @@ already of this commit, device and settings, and runs the rest.
 
 On a machine lent by the minute `--minutes 8` bounds a run: each model gets an equal share of what is left and as many
 rounds as fit in it (at least one, at most --rounds; `rounds_done` says how many), and a model that would not end in
-time is left for `--resume`. A large GPU needs about 600 steps a model for three rounds, profile included. Without git
-(a copy of the tree) give the commit as COMMIT=$(git rev-parse --short HEAD).
+time is left for `--resume`. The last one may end late, by a minute on a slow machine. A large GPU runs about 200 full
+steps a model for the profile and 200 for each round. Without git (a copy of the tree) give the commit as
+COMMIT=$(git rev-parse --short HEAD).
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class Clock:
         self._start, self._share_end, self._rounds = 0.0, 0.0, 0
 
     def begins(self, models_left: int) -> bool:
-        """Start a model's share, unless it would not end in time."""
+        """Start a model's share, unless there is less than half of what the slowest one so far could not do without."""
         self._start = self._now()
         left = self._end - self._start
         self._share_end, self._rounds = self._start + left / models_left, 0
-        return left > self._least
+        return left > self._least / 2
 
     def another(self, round_s: float) -> bool:
         """After a round that took so long: whether the share has room for one more."""
