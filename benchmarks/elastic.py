@@ -338,7 +338,7 @@ def prices(name: str, args: argparse.Namespace) -> None:
     model = loaded.model.to(device).train()
     batch = next(iter(data.train))
     start = now(device)
-    profile = et.profile(model, loss_fn, batch, optimizer=sgd(model, 1e-3))
+    profile = et.profile(model, loss_fn, batch, optimizer=sgd(model, 1e-3), captured=True)
     price.with_name(f"{name}.profile_s.json").write_text(json.dumps(now(device) - start))
     price.write_text(profile.to_json())
     del model, loaded, data, batch

@@ -47,10 +47,12 @@ def time_model(folder: Path, pages: dict[str, str]) -> str:
         first = rows[0]
         text += f"## {name.removeprefix('time_model_').removesuffix('.csv')}\n\n"
         text += f"Batch {first['batch']}, images of {first['image']} pixels, {first['plans']} plans a model.\n\n"
+        weighed = all(r.get("memory_p95") for r in rows)  # where there is an allocator to ask
         columns = ("model", "median error", "95%", "chain: median", "chain: 95%", "full step", "profile costs, steps")
-        text += markdown(columns, (
+        text += markdown((*columns, *(("memory: median", "memory: 95%") if weighed else ())), (
             (r["model"], percent(r["median"]), percent(r["p95"]), percent(r["chain_median"]), percent(r["chain_p95"]),
-             format_seconds(float(r["full_step_s"])), number(r["profile_steps"], ".0f"))
+             format_seconds(float(r["full_step_s"])), number(r["profile_steps"], ".0f"),
+             *((percent(r["memory_median"]), percent(r["memory_p95"])) if weighed else ()))
             for r in rows
         ))  # fmt: skip
         middle = [statistics.median(float(r[key]) for r in rows) for key in ("median", "chain_median")]

@@ -11,6 +11,12 @@ third of the step, branches flattened to the chain of `named_parameters()`.
 Writes results/time_model_plans_*.csv (a row a plan) and results/time_model_*.csv (a row a model) after each model, and
 prints the latter. A model that fails is named at the end and the others go on; `--resume` keeps what the tables hold
 already of this commit, device and settings, and runs the rest.
+
+On a machine lent by the minute `--minutes 8` bounds a run: each model gets an equal share of what is left and as many
+rounds as fit in it (at least one, at most --rounds; `rounds_done` says how many), and a model that would not end in
+time is left for `--resume`. The last one may end late, by a minute on a slow machine. A large GPU runs about 200 full
+steps a model for the profile and 200 for each round. Without git (a copy of the tree) give the commit as
+COMMIT=$(git rev-parse --short HEAD).
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import argparse
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +41,32 @@ from common import RESULTS, kept_rows, print_table, where, write_csv
 from models import CASES, Case, loss_fn
 
 MOST_MEDIAN, MOST_P95 = 0.03, 0.08  # the errors aimed at
+MOST_MEMORY = 0.1
+
+
+class Clock:
+    """The time there is for all models: each one's share, and whether another one would still end in time."""
+
+    def __init__(self, whole_s: float | None, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._end = float("inf") if whole_s is None else now() + whole_s
+        self._least = 0.0  # the longest that any model took for its profile and one round
+        self._start, self._share_end, self._rounds = 0.0, 0.0, 0
+
+    def begins(self, models_left: int) -> bool:
+        """Start a model's share, unless there is less than half of what the slowest one so far could not do without."""
+        self._start = self._now()
+        left = self._end - self._start
+        self._share_end, self._rounds = self._start + left / models_left, 0
+        return left > self._least / 2
+
+    def another(self, round_s: float) -> bool:
+        """After a round that took so long: whether the share has room for one more."""
+        now = self._now()
+        self._rounds += 1
+        if self._rounds == 1:
+            self._least = max(self._least, now - self._start)
+        return now + round_s < self._share_end
 
 
 def random_plans(profile: et.Profile, count: int, rng: np.random.Generator) -> list[list[str]]:
@@ -74,9 +107,11 @@ def call_s(profile: et.Profile, plan: list[str]) -> float:
     return float(np.median(seconds))
 
 
-def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run_case(case: Case, args: argparse.Namespace, clock: Clock) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
+    cuda = device.type == "cuda"
+    steps = args.steps or (2 if cuda else 1)  # as the profile calibrates
     model = case.make().to(device).train()
     batch = tuple(t.to(device) for t in case.batch(args))
     if args.channels_last:
@@ -98,21 +133,30 @@ def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
 
         def seconds(plan: Any) -> float:
             applied.update(plan)
-            return min(stepper.timed(args.steps).step_s for _ in range(args.bursts))
+            return min(stepper.timed(steps).step_s for _ in range(args.bursts))
 
         seconds(profile.names)
         ratios: list[list[float]] = [[] for _ in plans]
         fulls: list[float] = []
-        for _ in range(args.rounds):
+        peaks: list[int] = []
+        for round_ in range(args.rounds):
+            begun = time.perf_counter()
             before = seconds(profile.names)
             for start in range(0, len(plans), args.group):
-                group = [seconds(plan) for plan in plans[start : start + args.group]]
+                group = []
+                for plan in plans[start : start + args.group]:
+                    if cuda and not round_:
+                        torch.cuda.reset_peak_memory_stats()
+                    group.append(seconds(plan))
+                    if not round_:
+                        peaks.append(_peak(stepper) if cuda else 0)
                 after = seconds(profile.names)
                 fulls.append(after)
                 for row, measured in zip(ratios[start : start + args.group], group):
                     row.append(measured / ((before + after) / 2))
                 before = after
-        peaks = [_peak(stepper, applied, plan) for plan in plans] if device.type == "cuda" else [0] * len(plans)
+            if not clock.another(time.perf_counter() - begun):
+                break
 
     full_s = float(np.median(fulls))
     rows = []
@@ -149,39 +193,29 @@ def run_case(case: Case, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
         "chain_p95": float(np.quantile(chain, 0.95)),
         "stated_median": profile.error.median,
         "stated_p95": profile.error.p95,
+        "rounds_done": len(ratios[0]),
         "full_step_s": full_s,
         "full_predicted": profile.full_step_s / full_s - 1,
         "profile_steps": profile_s / full_s,
         "step_s_us": 1e6 * float(np.median([call_s(profile, plan) for plan in plans])),
         "lane": max(profile.lanes, key=lambda lane: lane.fixed_s + lane.reach_s.sum() + lane.train_s.sum()).name,
     }
-    if device.type == "cuda":
+    if cuda:
         off = np.abs([r["predicted_bytes"] / r["peak_bytes"] - 1 for r in rows])
         summary |= {"memory_median": float(np.median(off)), "memory_p95": float(np.quantile(off, 0.95))}
     return rows, summary
 
 
-def _peak(stepper: Stepper, applied: Any, plan: list[str]) -> int:
-    """What the allocator held at most in one step of the plan, less the stepper's own copy of parameters and state."""
-    applied.update(plan)
-    copies = sum(c.numel() * c.element_size() for _, c in stepper.pairs)
+def _peak(stepper: Stepper) -> int:
+    """What the allocator held at most since its mark was set, less the stepper's copies of what it does not train."""
     state = stepper.optimizer.state if stepper.optimizer else {}
-    state_all = sum(
-        v.numel() * v.element_size() for s in state.values() for v in s.values() if isinstance(v, torch.Tensor)
-    )
-    mine = sum(
-        v.numel() * v.element_size()
-        for ours, copied in stepper.pairs
-        if ours.requires_grad
-        for v in state[copied].values()
-        if isinstance(v, torch.Tensor)
-    )
-    stepper.step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    stepper.step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - copies - state_all + mine
+    mine = 0  # the stepper's own: a copy of every parameter, and the state of those that rest
+    for ours, copied in stepper.pairs:
+        mine += copied.numel() * copied.element_size()
+        if not ours.requires_grad and copied in state:
+            held = [v for v in state[copied].values() if isinstance(v, torch.Tensor)]
+            mine += sum(v.numel() * v.element_size() for v in held)
+    return torch.cuda.max_memory_allocated() - mine
 
 
 def main() -> None:
@@ -196,8 +230,9 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--group", type=int, default=2, help="plans between two full steps")
-    parser.add_argument("--steps", type=int, default=1, help="steps timed at once (CUDA)")
+    parser.add_argument("--steps", type=int, default=0, help="steps timed at once; 0: 2 on CUDA, else 1")
     parser.add_argument("--bursts", type=int, default=1, help="of so many timings the fastest counts")
+    parser.add_argument("--minutes", type=float, help="end within this time, with fewer rounds or models if need be")
     parser.add_argument("--tokens", type=int, default=128, help="length of a text")
     parser.add_argument("--effort", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -214,13 +249,16 @@ def main() -> None:
     plans_file, models_file = args.out / f"time_model_plans_{tag}.csv", args.out / f"time_model_{tag}.csv"
     rows = kept_rows(plans_file, same) if args.resume else []
     summaries = kept_rows(models_file, same | {"plans": args.plans}) if args.resume else []
-    done, failed = [summary["model"] for summary in summaries], []
+    done, failed, left = [summary["model"] for summary in summaries], [], []
     rows = [row for row in rows if row["model"] in done]
-    for name in names:
-        if name in done:
-            continue
+    todo = [name for name in names if name not in done]
+    clock = Clock(None if args.minutes is None else 60 * args.minutes)
+    for index, name in enumerate(todo):
+        if not clock.begins(len(todo) - index):
+            left = todo[index:]
+            break
         try:
-            plans, summary = run_case(CASES[name], args)
+            plans, summary = run_case(CASES[name], args, clock)
         except Exception:
             traceback.print_exc()
             failed.append(name)
@@ -248,6 +286,11 @@ def main() -> None:
     reached = [float(s["median"]) <= MOST_MEDIAN and float(s["p95"]) <= MOST_P95 for s in summaries]
     aim = f"{MOST_MEDIAN:.0%} (median) and {MOST_P95:.0%} (95th percentile)"
     print(f"{sum(reached)} of {len(reached)} models within {aim}")
+    if args.device == "cuda":
+        fits = [float(s["memory_p95"]) <= MOST_MEMORY for s in summaries]
+        print(f"peak memory of {sum(fits)} of {len(fits)} models within {MOST_MEMORY:.0%} (95th percentile)")
+    if left:
+        print(f"left for --resume, for want of time: {', '.join(left)}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; --resume runs these again and keeps the rest")
 

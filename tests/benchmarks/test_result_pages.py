@@ -193,6 +193,15 @@ def test_pictures_are_drawings_and_every_one_is_shown(results: Path) -> None:
         assert f"({name})" in text
 
 
+def test_where_an_allocator_was_asked_the_errors_in_memory_are_shown(results: Path) -> None:
+    assert "memory: 95%" not in pages.build(results)["time-model.md"]
+    measured = {"model": "swin_t", "batch": 64, "image": 224, "plans": 60, "median": 0.01, "p95": 0.05}
+    measured |= {"chain_median": 0.2, "chain_p95": 0.4, "full_step_s": 0.08, "profile_steps": 150}
+    write(results / "time_model_cuda_t1_b64_off.csv", [measured | {"memory_median": 0.02, "memory_p95": 0.07} | HERE])
+    page = pages.build(results)["time-model.md"]
+    assert row_of(page, "swin_t")[-2:] == ["2.0%", "7.0%"]
+
+
 def test_what_is_not_there_is_said_with_its_command(tmp_path: Path) -> None:
     made = pages.build(tmp_path)
     assert not [name for name in made if name.endswith(".svg")]

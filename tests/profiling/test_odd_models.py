@@ -45,6 +45,79 @@ def _reordered(case):
     return model, loss_fn, batch
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.filter = nn.Parameter(torch.randn(6, 6, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return self.head((torch.fft.fft(self.inner(x)) @ self.filter).abs())
+
+
+class Answers(nn.Module):
+    """Several answers by name, one of them no tensor; one block that stands at two places of the tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU())
+        self.first, self.again = block, nn.Sequential(block, nn.Linear(6, 6), block)
+        self.label, self.size = nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x):
+        hidden = self.again(self.first(x))
+        return {"label": self.label(hidden), "size": self.size(hidden), "count": len(x)}
+
+
+def _two_terms(model, batch):
+    answers = model(batch[0])
+    return F.cross_entropy(answers["label"], batch[1]) + 0.1 * answers["size"].square().mean()
+
+
+def _gradient_penalty(model, batch):
+    x = batch.clone().requires_grad_()
+    y = model(x).sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    return y + slope.square().mean()
+
+
+def _packed(model, batch):
+    return model(batch)[0].data.square().mean()
+
+
+def _hooked() -> nn.Module:
+    model = _layers()
+    model[0].weight.register_hook(lambda grad: grad * 2)
+    return model
+
+
+PRICED = {
+    "complex numbers": lambda: _vectors(Complex()),
+    "a dictionary of answers": lambda: (Answers(), _vectors(nn.Identity())[1], _two_terms),
+    # the gradient of a sum is one number stretched to a shape: several elements in one place
+    "gradient penalty": lambda: (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(4, 6), _gradient_penalty),  # noqa: E501
+    "packed sequences": lambda: (nn.LSTM(6, 4, bidirectional=True), nn.utils.rnn.pack_sequence([torch.randn(3, 6), torch.randn(2, 6)]), _packed),  # noqa: E501
+    "hooks of its own": lambda: _vectors(_hooked()),
+    "low precision": lambda: (_layers().bfloat16(), (torch.randn(4, 6).bfloat16(), torch.arange(4) % 3), classify),
+    "bag of words": lambda: (
+        nn.Sequential(nn.EmbeddingBag(9, 6), nn.Linear(6, 3)), (torch.randint(0, 9, (4, 5)), torch.arange(4) % 3), classify  # noqa: E501
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_unusual_models_are_priced_without_a_trace(name):
+    torch.manual_seed(0)
+    model, batch, loss_fn = PRICED[name]()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    profile = et.profile(model, loss_fn, batch, effort=12)
+    assert set(profile.names) == {n for n, _ in model.named_parameters()}
+    assert profile.full_step_s > profile.forward_s > 0
+    assert et.Profile.from_json(profile.to_json()).to_json() == profile.to_json()
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -158,6 +158,7 @@ def priced(graph: Graph, rng: Rng, *, lanes: int = 1) -> Profile:
         storages=tuple(storages),
         workspace_bytes=rng.integers(0, 4000, nodes),
         state_bytes=rng.choice([0, 1, 2], tensors) * np.asarray([t.nbytes for t in graph.tensors], dtype=np.int64),
+        forward_bytes=int(rng.choice([0, rng.integers(0, 20_000)])),
     )
     return Profile(
         graph,

@@ -71,17 +71,19 @@ def run_plans(
     *,
     rounds: int,
     steps: int = 1,
+    warmup: int = 1,
 ) -> tuple[list[Measured], float]:
     """Time each plan once a round, full steps between them; returns per-plan seconds and the forward pass's.
 
     A plan's figure is the median over rounds of its ratio to the full steps around it, times the median full step: a
-    machine that is slower for a while changes neither. The first round is warm-up and is dropped.
+    machine that is slower for a while changes neither. The first `warmup` rounds are dropped; none need be where every
+    timing begins with a step of warm-up of its own.
     """
     everything = plans[0]
     ratios: list[list[tuple[float, float]]] = [[] for _ in plans]
     fulls: list[float] = []
     forwards: list[float] = []
-    for round_ in range(rounds + 1):
+    for round_ in range(warmup + rounds):
         times: list[Timed] = []
         around: list[float] = []
         for index, plan in enumerate(plans):
@@ -92,10 +94,12 @@ def run_plans(
             if index:
                 train(plan)
             times.append(stepper.timed(steps) if index else full)
-        if round_:
+        if round_ >= warmup:
             reference = float(np.median(around))
             fulls += around
-            forwards.append(times[min(1, len(times) - 1)].forward_s)
+            # the head's pass, which keeps least; not more than the others', should something have come between
+            heads = times[min(1, len(times) - 1)].forward_s
+            forwards.append(min(heads, float(np.median([timed.forward_s for timed in times]))))
             for row, timed in zip(ratios, times):
                 row.append((timed.step_s / reference, timed.host_s / reference))
     full_s = float(np.median(fulls))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["behaviour", "code", "shapes"]
+__all__ = ["behaviour", "code", "shapes", "tensors_in"]
 
 _DEEPEST = 3  # objects inside objects that are looked into
 
@@ -39,6 +39,20 @@ def shapes(batch: Any, depth: int = 0) -> Any:
     kind = type(batch).__qualname__
     held = _attributes(batch) if depth < _DEEPEST else {}
     return [kind, shapes(held, depth + 1)] if held else kind
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Every tensor of a nested batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors_in(value)
+    elif hasattr(batch, "__dict__"):
+        yield from tensors_in(vars(batch))
 
 
 def code(function: Any) -> str:

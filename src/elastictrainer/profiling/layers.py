@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from elastictrainer.backward import BackwardPrices, Layer
 from elastictrainer.errors import ProfileError
+from elastictrainer.profiling.fingerprint import tensors_in
 from elastictrainer.profiling.measure import candidates_of
 from elastictrainer.profiling.profile import Profile, Residual
 from elastictrainer.profiling.trace import LossFn, forward, trace
-from elastictrainer.profiling.weigh import tensors_in, weigh
+from elastictrainer.profiling.weigh import weigh
 from elastictrainer.runtime.apply import apply
 from elastictrainer.runtime.norms import NormPolicy
 from elastictrainer.runtime.rows import supports_channels

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,30 +18,23 @@ from elastictrainer.budget import format_seconds
 from elastictrainer.errors import BudgetError, ConfigError, ProfileError
 from elastictrainer.graph import Graph
 from elastictrainer.profiling.cache import Cache, describe
-from elastictrainer.profiling.calibrate import (
-    Measured,
-    calibrate,
-    calibration_plans,
-    fit_optimizer,
-    raw_lane,
-    run_plans,
-)
-from elastictrainer.profiling.profile import Lane, Memory, Profile, Residual
-from elastictrainer.profiling.replays import Replays
+from elastictrainer.profiling.calibrate import calibrate, calibration_plans, fit_optimizer, raw_lane, run_plans
+from elastictrainer.profiling.observe import Allocator, counted_forward_bytes, observe
+from elastictrainer.profiling.profile import Profile
+from elastictrainer.profiling.refusals import refuse_model
+from elastictrainer.profiling.replays import launching, replay_plans
 from elastictrainer.profiling.steps import Stepper
 from elastictrainer.profiling.timing import split_alone, time_parts
 from elastictrainer.profiling.trace import LossFn, forward, trace
 from elastictrainer.profiling.weigh import weigh
 from elastictrainer.runtime.apply import apply, unwrap
-from elastictrainer.runtime.capture import Recorder, Uncapturable, find_recorder
+from elastictrainer.runtime.capture import Recorder, find_recorder
 from elastictrainer.runtime.untouched import untouched
 
 __all__ = ["candidates_of", "profile"]
 
 LEAST_EFFORT = 12
-REPLAYS = 8  # of a plan in a round: each is short, and recording it was dear
 BESIDES = 9  # steps that a profile takes beyond its effort
-_UNKNOWN = Residual(0.0, 0.0, 0)
 
 
 def profile(
@@ -93,8 +86,8 @@ def profile(
     if not isinstance(effort, int) or effort < LEAST_EFFORT:
         raise ConfigError(f"effort {effort!r} is below {LEAST_EFFORT} steps, which cannot tell a price from noise")
     model = unwrap(model)  # what wraps it (compilation, DDP) comes and goes with a plan, and is the calibration's
-    _refuse(model)
     candidates = candidates_of(model, optimizer)
+    refuse_model(model, candidates)
     recorder = find_recorder(next(iter(candidates.values())).device) if captured else None
     context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn) | {"effort": effort}
     context |= {"captured": True} if recorder is not None else {}
@@ -126,7 +119,8 @@ def _measure(
     recorder: Recorder | None,
 ) -> Profile:
     start = time.perf_counter()
-    with _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
+    here = torch.cuda.device_of(next(iter(candidates.values())))  # CUDA's clocks are the current device's
+    with here, _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
         if not graph.tensors:
@@ -154,22 +148,21 @@ def _measure(
         optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
         steps, warmup = (2, 1) if stepper.cuda else (1, 0)
         rounds = max(1, min(8, round((effort - 15) / (0.7 * (steps + warmup) * len(plans)))))  # a plan is 0.7 steps
-        replayed = _replayed(stepper, plans, train, subsets, recorder, rounds=rounds)
-        measured, forward_s = (
-            run_plans(stepper, plans, train, rounds=rounds, steps=steps)
-            if replayed is None
-            else (replayed.measured, 0.0)
-        )
+        replayed = None if recorder is None else replay_plans(stepper, plans, train, subsets, recorder, rounds=rounds)
+        if replayed is None:
+            measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps, warmup=1 - warmup)
+            forwards, optimizers = [forward_s], [optimizer_host]
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
-        forwards, optimizers = [forward_s], [optimizer_host]
         if stepper.cuda and replayed is None:
-            forwards.append(stepper.device_s(lambda: loss_fn(model, batch)))
+            forwards.append(float(np.median([stepper.device_s(lambda: loss_fn(model, batch)) for _ in range(3)])))
             optimizers.append(_device_optimizer(stepper, graph, subsets))
         if stepper.cuda:
-            memory = _observed(stepper, Profile(graph, (), memory, _UNKNOWN), plans[:4], train)
+            memory = observe(stepper, traced, memory, plans[:4], train, Allocator())
+        else:
+            memory = replace(memory, forward_bytes=counted_forward_bytes(model, loss_fn, batch))
         drafts = [raw_lane(traced, part, alone) for part in parts]
         if replayed is not None:  # the device's parts; what the host would take to launch them is not waited for
-            drafts = [replace(drafts[-1], name="replay")]
+            drafts, measured = [replace(drafts[-1], name="replay")], replayed.measured
             forwards, optimizers = [replayed.forward_s], [fit_optimizer(graph, subsets, replayed.optimizer_s)]
         lanes, error = calibrate(
             graph,
@@ -180,47 +173,8 @@ def _measure(
             optimizer=optimizers,
         )
         if replayed is not None:
-            lanes = (_launching(lanes[0], replayed.host_s), *lanes)
+            lanes = (launching(lanes[0], replayed.host_s), *lanes)
     return Profile(graph=graph, lanes=lanes, memory=memory, error=error, context=context)
-
-
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    """What was measured of steps that are recorded once and replayed."""
-
-    measured: list[Measured]
-    forward_s: float
-    optimizer_s: list[float]
-    host_s: float
-
-
-def _replayed(
-    stepper: Stepper,
-    plans: Sequence[tuple[int, ...]],
-    train: Callable[[Sequence[int]], None],
-    subsets: Sequence[tuple[int, ...]],
-    recorder: Recorder | None,
-    *,
-    rounds: int,
-) -> _Replayed | None:
-    """The plans as steps that are recorded once and replayed; None where they cannot be, or are not to be."""
-    if recorder is None:
-        return None
-    replays = Replays(stepper, train, recorder)
-    try:
-        measured, _ = run_plans(replays, plans, replays.train, rounds=rounds, steps=REPLAYS)
-        train(plans[0])
-        return _Replayed(
-            measured, replays.forward_s(), [replays.optimizer_s(subset) for subset in subsets], replays.host_s()
-        )
-    except Uncapturable:
-        return None
-
-
-def _launching(lane: Lane, host_s: float) -> Lane:
-    """The host's lane beside that of the replays: the same for every plan."""
-    nothing = {name: np.zeros_like(getattr(lane, name)) for name in ("forward_s", "fused_s", "pass_s", "dw_s", "opt_s")}
-    return Lane("launch", 0.0, host_s, **nothing)
 
 
 def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:
@@ -230,15 +184,6 @@ def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:
             f"there are {format_seconds(limit_s)} for it",
             least=whole_s,
         )
-
-
-def _refuse(model: nn.Module) -> None:
-    """Name the first part of the model that cannot be timed as it is, and the way out."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ProfileError(f"{name} has no shape yet: run one batch through the model before profiling it")
-        if parameter.is_meta:
-            raise ProfileError(f"{name} is on the meta device and has no values: load the model's weights first")
 
 
 def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
@@ -262,21 +207,3 @@ def candidates_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn
 
 def _device_optimizer(stepper: Stepper, graph: Graph, subsets: Sequence[tuple[int, ...]]) -> tuple[float, Any]:
     return fit_optimizer(graph, subsets, [stepper.optimizer_s(s, clock=stepper.device_s) for s in subsets])
-
-
-def _observed(stepper: Stepper, draft: Profile, plans: Sequence[tuple[int, ...]], train: Any) -> Memory:
-    """CUDA only: lift the base to what the allocator really reported (workspaces and rounding belong to no node)."""
-    missing = []
-    for plan in plans:
-        train(plan)
-        stepper.step()
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        stepper.step()
-        torch.cuda.synchronize()
-        grown = torch.cuda.max_memory_allocated() - held
-        names = [draft.names[k] for k in plan]
-        predicted = draft.peak_bytes(names) - draft.memory.base_bytes - int(draft.memory.state_bytes[list(plan)].sum())
-        missing.append(grown - predicted)
-    return replace(draft.memory, base_bytes=draft.memory.base_bytes + max(0, int(np.median(missing))))

@@ -85,13 +85,15 @@ class Memory:
     """What a step holds: `base_bytes` always (parameters, buffers, the batch), the rest by what is trained.
 
     `workspace_bytes` is, per node, what lives only while it runs (the gradients it reads and writes); `state_bytes` is,
-    per tensor, its optimizer state.
+    per tensor, its optimizer state. `forward_bytes` is what the forward pass needs for a moment even where nothing is
+    kept for backward: the peak of a plan that trains little.
     """
 
     base_bytes: int
     storages: tuple[Storage, ...]
     workspace_bytes: NDArray[np.int64]
     state_bytes: NDArray[np.int64]
+    forward_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -99,6 +101,7 @@ class Memory:
             "storages": [[s.nbytes, list(s.nodes), list(s.tensors)] for s in self.storages],
             "workspace_bytes": self.workspace_bytes.tolist(),
             "state_bytes": self.state_bytes.tolist(),
+            "forward_bytes": self.forward_bytes,
         }
 
     @classmethod
@@ -108,6 +111,7 @@ class Memory:
             storages=tuple(Storage(n, tuple(nodes), tuple(tensors)) for n, nodes, tensors in data["storages"]),
             workspace_bytes=np.asarray(data["workspace_bytes"], dtype=np.int64),
             state_bytes=np.asarray(data["state_bytes"], dtype=np.int64),
+            forward_bytes=int(data.get("forward_bytes", 0)),  # profiles of before it was measured
         )
 
 
@@ -171,10 +175,10 @@ class Profile:
 
     def peak_bytes(self, names: Iterable[str]) -> int:
         """The most bytes that a step holds at once when exactly these tensors are trained."""
-        return int(self.held_bytes(names).max(initial=self.memory.base_bytes))
+        return int(self.held_bytes(names).max())
 
     def held_bytes(self, names: Iterable[str]) -> NDArray[np.int64]:
-        """Per node: the bytes that a step holds while backward runs it; 0 where it is not reached."""
+        """Per node: the bytes that a step holds while backward runs it; 0 where it is not reached. Last: forward's."""
         trained = self.graph.indices(names)
         reached = self.graph.reached(trained)
         saved, release = self._saved(reached, trained)
@@ -186,7 +190,8 @@ class Profile:
         for k in trained:
             grads[min(self.graph.hosts[k])] += self.graph.tensors[k].nbytes
         always = self.memory.base_bytes + int(self.memory.state_bytes[trained].sum())
-        return np.where(reached, always + alive + np.cumsum(grads) + self.memory.workspace_bytes, 0)
+        backward = np.where(reached, always + alive + np.cumsum(grads) + self.memory.workspace_bytes, 0)
+        return np.append(backward, always + self.memory.forward_bytes)
 
     def saved_bytes(self, names: Iterable[str], *, without: Iterable[str] = ()) -> int:
         """Bytes kept from forward for backward when exactly these tensors are trained, shared storage counted once.
@@ -346,6 +351,8 @@ def _check(profile: Profile) -> None:
     for prices, count in priced:
         if prices.shape != (count,) or not (np.isfinite(prices) & (prices >= 0)).all():
             raise ValueError(f"prices that are not {count} finite numbers of at least 0")
+    if profile.memory.forward_bytes < 0:
+        raise ValueError(f"a forward pass that needs {profile.memory.forward_bytes} bytes")
     if profile.lanes and not (np.isfinite(profile.full_step_s) and profile.full_step_s > 0):
         raise ValueError(f"a full step of {profile.full_step_s!r} s")
     float(profile.data_s), str(profile.error), profile.peak_bytes(names)  # everything else that is said of a profile

@@ -4,17 +4,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 from elastictrainer.metrics import synchronize
+from elastictrainer.profiling.calibrate import Measured, run_plans
+from elastictrainer.profiling.profile import Lane
 from elastictrainer.profiling.steps import Stepper, Timed
 from elastictrainer.runtime.capture import Recorder, Uncapturable
 from elastictrainer.runtime.engine import Recording, kind_of
 from elastictrainer.runtime.recorded_step import as_recorded, bring_counts, rates_of, set_rates, steps_in_a_recording
 
-__all__ = ["Replays"]
+__all__ = ["Replayed", "Replays", "launching", "replay_plans"]
 
-REPEATS = 8  # of a part: each is short, and recording it was dear
+REPEATS = 8  # each is short, and recording it was dear
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What was measured of steps that are recorded once and replayed."""
+
+    measured: list[Measured]
+    forward_s: float
+    optimizer_s: list[float]
+    host_s: float
+
+
+def replay_plans(
+    stepper: Stepper,
+    plans: Sequence[tuple[int, ...]],
+    train: Callable[[Sequence[int]], None],
+    subsets: Sequence[tuple[int, ...]],
+    recorder: Recorder,
+    *,
+    rounds: int,
+) -> Replayed | None:
+    """Time the plans as replays, and the optimizer's step on some subsets; None where they cannot be recorded."""
+    replays = Replays(stepper, train, recorder)
+    try:
+        # A replay of its own begins each measurement: no round has to be dropped.
+        measured, _ = run_plans(replays, plans, replays.train, rounds=rounds, steps=REPEATS, warmup=0)
+        train(plans[0])
+        return Replayed(
+            measured, replays.forward_s(), [replays.optimizer_s(subset) for subset in subsets], replays.host_s()
+        )
+    except Uncapturable:
+        return None
+
+
+def launching(lane: Lane, host_s: float) -> Lane:
+    """The host's lane beside that of the replays: the same for every plan."""
+    nothing = {name: np.zeros_like(getattr(lane, name)) for name in ("forward_s", "fused_s", "pass_s", "dw_s", "opt_s")}
+    return Lane("launch", 0.0, host_s, **nothing)
 
 
 class Replays:

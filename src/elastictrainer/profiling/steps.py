@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastictrainer.profiling.timing import clock_of, sleep
 from elastictrainer.profiling.trace import LossFn
 from elastictrainer.runtime.optimizer_copy import bring_home, look_through, plain_step, twin_of
 
@@ -49,7 +50,9 @@ class Stepper:
     ) -> None:
         self.model, self.loss_fn, self.batch = model, loss_fn, batch
         self.parameters = list(parameters)
-        self.cuda = self.parameters[0].is_cuda
+        device = self.parameters[0].device
+        self.cuda = device.type == "cuda"
+        self._now = time.perf_counter if self.cuda else clock_of(device)  # on CUDA a part is timed without waiting
         self.optimizer: Optimizer | None = None
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._sparse: dict[int, Tensor] = {}  # a sparse gradient of each parameter that has them: no dense one will do
@@ -64,9 +67,9 @@ class Stepper:
 
     def step(self) -> float:
         """One step; returns the seconds of its forward part (the host's, on CUDA)."""
-        start = time.perf_counter()
+        start = self._now()
         loss = self.loss_fn(self.model, self.batch)
-        forward_s = time.perf_counter() - start
+        forward_s = self._now() - start
         loss.backward()
         self.move()
         return forward_s
@@ -105,9 +108,9 @@ class Stepper:
     def timed(self, steps: int = 1) -> Timed:
         """The plan that stands, a step at a time; on CUDA after one step of warm-up, `steps` back to back."""
         if not self.cuda:
-            start = time.perf_counter()
+            start = self._now()
             forward_s = self.step()
-            step_s = time.perf_counter() - start
+            step_s = self._now() - start
             return Timed(step_s, step_s, forward_s)
         self.step()
         torch.cuda.synchronize()
@@ -152,15 +155,19 @@ class Stepper:
         """The host's own time for a part, from an empty queue."""
         if self.cuda:
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = self._now()
         part()
-        return time.perf_counter() - start
+        return self._now() - start
 
     def device_s(self, part: Callable[[], Any]) -> float:
-        """CUDA only: the device's own time for a part, behind a sleeping kernel so that it never waits for the host."""
+        """CUDA only: the device's own time for a part, behind a sleeping kernel so that it never waits for the host.
+
+        Runs the part twice: the first time shows how long the kernel must sleep.
+        """
+        host_s = self.host_s(part)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(1e8))
+        sleep(host_s)
         begin.record()
         part()
         end.record()

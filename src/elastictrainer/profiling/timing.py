@@ -9,7 +9,7 @@ Three measurements, none of which knows a layer type:
 
 On CUDA there are two clocks. The launch lane is the host's time to issue an operation, read without synchronising. The
 device lane is the time between events, taken behind a sleeping kernel, so that the queue is never empty and an event
-never waits for the host.
+never waits for the host. On any other accelerator there is one clock, read when the device has caught up.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as AutogradNode
 
+from elastictrainer.metrics.timing import synchronize
 from elastictrainer.profiling.trace import Live, LossFn, Trace, forward, note_owners
 
-__all__ = ["PartTimes", "deepest", "split_alone", "time_parts"]
+__all__ = ["PartTimes", "clock_of", "deepest", "sleep", "split_alone", "time_parts"]
 
 Floats = NDArray[np.float64]
 ALONE_SHARE = 0.001  # an operation under a thousandth of backward is not worth measuring alone
 _CYCLES_PER_S = 2e9  # an upper estimate of a GPU's clock, for the length of the sleeping kernel
+_EVENT_S = 3e-5  # what the host takes to make and record an operation's two events, at most
+_ISSUE_S = 2e-4  # and to issue an operation; more was spent waiting for room in the queue
+_CUDA = ("launch", "device")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,29 @@ class PartTimes:
     passing_s: Floats
     accumulate_s: Floats
     forward_s: Floats
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock for work on this device: where work is asynchronous, it waits until the device has done all it was given.
+
+    For CUDA's launch lane, which must not wait, read the host's clock instead.
+    """
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def when_done() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    return when_done
+
+
+def sleep(host_s: float) -> None:
+    """CUDA only: keep the device busy for as long as the host takes to issue what comes next, and half as long again.
+
+    Any longer would be paid by whoever waits for the profile: at batch 4 on a large GPU most of it would be sleep.
+    """
+    torch.cuda._sleep(int(_CYCLES_PER_S * (0.005 + 1.5 * host_s)))
 
 
 def deepest(trace: Trace) -> tuple[int, ...]:
@@ -81,20 +108,27 @@ def time_parts(
 
     Costs `2 * (repeats + warmup)` steps a lane and one more forward pass. `parameters` stand in the graph's order.
     """
-    cuda = parameters[0].is_cuda
+    device = parameters[0].device
     sinks = [parameters[k] for k in deepest(trace)]
     geometry: list[Any] = [None] * len(trace.graph.nodes)
     lanes = []
-    for lane in ("launch", "device") if cuda else ("cpu",):
+    host_s = 0.0  # to issue one instrumented pass; the launch lane finds it out for the device lane
+    now = time.perf_counter if device.type == "cuda" else clock_of(device)
+    for lane in ("launch", "device") if device.type == "cuda" else (device.type,):
         samples: dict[str, list[tuple[Floats, Floats]]] = {"all": [], "passing": []}
-        for repeat in range(warmup + repeats):
+        # events are exact, and every pass behind a sleep costs as much as two
+        for repeat in range(warmup + (min(repeats, 3) if lane == "device" else repeats)):
             for which, inputs in (("all", None), ("passing", sinks)):
                 loss = forward(model, loss_fn, batch)
                 live = trace.locate(loss)
                 seen = geometry if which == "all" and repeat == 0 else None
-                result = _time_backward(live, inputs or list(parameters), lane=lane, geometry=seen)
+                *result, issued_s = _time_backward(
+                    live, inputs or list(parameters), lane=lane, now=now, geometry=seen, host_s=host_s
+                )
                 if repeat >= warmup:
-                    samples[which].append(result)
+                    if lane == "launch" and which == "all":
+                        host_s = max(host_s, issued_s)
+                    samples[which].append((result[0], result[1]))
                 for parameter in parameters:
                     parameter.grad = None
                 del loss, live
@@ -105,19 +139,26 @@ def time_parts(
                 all_s=median["all"][0],
                 passing_s=np.minimum(median["passing"][0], median["all"][0]),
                 accumulate_s=median["all"][1],
-                forward_s=_time_forward(model, loss_fn, batch, trace, weight_s=median["all"][0], lane=lane),
+                forward_s=_time_forward(model, loss_fn, batch, trace, weight_s=median["all"][0], lane=lane, now=now),
             )
         )
     return tuple(lanes), tuple(geometry)
 
 
 def _time_backward(
-    live: Live, inputs: list[nn.Parameter], *, lane: str, geometry: list[Any] | None
-) -> tuple[Floats, Floats]:
+    live: Live,
+    inputs: list[nn.Parameter],
+    *,
+    lane: str,
+    now: Callable[[], float],
+    geometry: list[Any] | None,
+    host_s: float,
+) -> tuple[Floats, Floats, float]:
+    """Seconds of each operation, of each tensor's accumulation, and of the host for issuing the whole."""
     nodes = live.operations + live.accumulators
     begin: list[Any] = [None] * len(nodes)
     end: list[Any] = [None] * len(nodes)
-    stamp: Callable[[], Any] = _event if lane == "device" else time.perf_counter
+    stamp: Callable[[], Any] = _event if lane == "device" else now
     handles = []
     for i, node in enumerate(nodes):
 
@@ -130,23 +171,25 @@ def _time_backward(
             end[i] = stamp()
 
         handles += [node.register_prehook(before), node.register_hook(after)]
-    if lane != "cpu":
+    if lane in _CUDA:
         torch.cuda.synchronize()
     if lane == "device":
-        torch.cuda._sleep(int(_CYCLES_PER_S * (0.02 + 2e-4 * len(nodes))))
+        sleep(min(host_s, _ISSUE_S * len(nodes)) + _EVENT_S * len(nodes))
+    start = time.perf_counter()
     try:
         live.loss.backward(inputs=inputs)
     finally:
         for handle in handles:
             handle.remove()
-    if lane != "cpu":
+    issued_s = time.perf_counter() - start
+    if lane in _CUDA:
         torch.cuda.synchronize()
     if lane == "device":
         spent = [0.0 if b is None or e is None else b.elapsed_time(e) * 1e-3 for b, e in zip(begin, end)]
     else:
         spent = [0.0 if b is None or e is None else e - b for b, e in zip(begin, end)]
     count = len(live.operations)
-    return np.asarray(spent[:count]), np.asarray(spent[count:])
+    return np.asarray(spent[:count]), np.asarray(spent[count:]), issued_s
 
 
 def _event() -> torch.cuda.Event:
@@ -156,21 +199,30 @@ def _event() -> torch.cuda.Event:
 
 
 def _time_forward(
-    model: nn.Module, loss_fn: LossFn, batch: Any, trace: Trace, *, weight_s: Floats, lane: str
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    trace: Trace,
+    *,
+    weight_s: Floats,
+    lane: str,
+    now: Callable[[], float],
 ) -> Floats:
     """Forward seconds per node: the clock is read at every module's door; what lies between two doors is shared among
     the nodes recorded there by their backward time.
 
     A dispatch mode would time each operator, but torch decomposes some operators differently while one is active.
     """
-    stamp: Callable[[], Any] = _event if lane == "device" else time.perf_counter
+    stamp: Callable[[], Any] = _event if lane == "device" else now
+    if lane in _CUDA:
+        torch.cuda.synchronize()
     if lane == "device":
-        torch.cuda._sleep(int(_CYCLES_PER_S * (0.02 + 1e-4 * len(trace.graph.nodes))))
+        sleep(0.01 + 1e-4 * len(trace.graph.nodes))
     with note_owners(model, stamp) as owners:
         loss = forward(model, loss_fn, batch)
         last = stamp()
     numbers = np.asarray([_sequence_number(node) for node in trace.locate(loss).operations])
-    if lane != "cpu":
+    if lane in _CUDA:
         torch.cuda.synchronize()
     stamps = [*owners.stamps, last]
     spent = np.zeros(len(numbers))
@@ -209,7 +261,7 @@ def split_alone(
     """
     out: dict[int, Alone] = {}
     total = float(weight_s.sum())
-    cuda = live.loss.is_cuda
+    now = clock_of(live.loss.device)
     for i, row in enumerate(trace.edges):
         edges = [e for e, target in enumerate(row) if target is not None]
         if len(edges) < 2 or weight_s[i] < ALONE_SHARE * total or geometry[i] is None:
@@ -219,8 +271,8 @@ def split_alone(
         grads = [_noise(*g) for g in geometry[i] if g is not None]
         targets = [GradientEdge(*node.next_functions[e]) for e in edges]  # type: ignore[arg-type]
         try:
-            single = [_fastest(outputs, [target], grads, cuda, repeats) for target in targets]
-            together = _fastest(outputs, targets, grads, cuda, repeats)
+            single = [_fastest(outputs, [target], grads, now, repeats) for target in targets]
+            together = _fastest(outputs, targets, grads, now, repeats)
         except RuntimeError:
             continue  # an operation that cannot run alone keeps the in-place figures, undivided
         fused = min(max((sum(single) - together) / (len(edges) - 1), 0.0), min(single))
@@ -231,19 +283,20 @@ def split_alone(
     return out
 
 
-def _fastest(outputs: Any, inputs: Any, grads: Any, cuda: bool, repeats: int) -> float:
+def _fastest(outputs: Any, inputs: Any, grads: Any, now: Callable[[], float], repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats + 1):  # the first is warm-up, but a minimum needs no care
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = now()
         torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
-        if cuda:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, now() - start)
     return best
 
 
 def _noise(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     noise = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return noise.normal_() if dtype.is_floating_point or dtype.is_complex else noise.zero_()
+    once = noise  # of an expanded gradient each element once: several numbers in one place cannot be written
+    for dim, (size, step) in enumerate(zip(shape, stride)):
+        if step == 0 and size > 1:
+            once = once.narrow(dim, 0, 1)
+    _ = once.normal_() if dtype.is_floating_point or dtype.is_complex else once.zero_()
+    return noise

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from elastictrainer.errors import ProfileError
 from elastictrainer.graph import Graph, Node, TensorInfo
+from elastictrainer.profiling.refusals import explained, refuse_loss
 
 __all__ = ["Live", "LossFn", "Owners", "Trace", "forward", "next_sequence_number", "note_owners", "trace"]
 
@@ -91,8 +92,9 @@ def trace(model: nn.Module, loss_fn: LossFn, batch: Any, names: Mapping[str, nn.
 
     Every candidate must require a gradient now. Leaves gradients behind: call it inside `untouched`.
     """
-    with note_owners(model) as owners:
+    with note_owners(model) as owners, explained(model, batch):
         loss = forward(model, loss_fn, batch)
+    refuse_loss(model, loss, lambda: loss_fn(model, batch), batch)
     if loss.grad_fn is None:
         raise ProfileError(
             "the loss does not depend on any trainable parameter: loss_fn must not detach it or run under no_grad"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from elastictrainer.profiling.fingerprint import tensors_in
 from elastictrainer.profiling.profile import Memory, Storage
 from elastictrainer.profiling.timing import deepest
 from elastictrainer.profiling.trace import LossFn, Owners, Trace, forward, next_sequence_number, note_owners
 
-__all__ = ["tensors_in", "weigh"]
+__all__ = ["weigh"]
 
 Apply = Callable[[Sequence[int]], None]
 Kept = dict[int, list[tuple[int, int]]]  # node -> (storage, bytes) in the order in which it saved them
@@ -78,20 +80,6 @@ def weigh(
     )
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Every tensor of a nested batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_in(value)
-    elif hasattr(batch, "__dict__"):
-        yield from tensors_in(vars(batch))
-
-
 def _owned_tensors(trace: Trace) -> dict[int, tuple[int, ...]]:
     """For each node the tensors whose own gradient it makes: hung on it, or behind its module's operations on a weight.
 
@@ -118,7 +106,11 @@ def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _grad_bytes(geometry: Any) -> int:
-    return sum(int(np.prod(g[0], dtype=np.int64)) * g[2].itemsize for g in geometry or () if g is not None)
+    """Of the gradients that an operation receives; one that is stretched to its shape takes the room of what it was."""
+    return sum(
+        math.prod(size for size, step in zip(shape, stride) if step) * dtype.itemsize
+        for shape, stride, dtype, _ in (g for g in geometry or () if g is not None)
+    )
 
 
 def _record(

@@ -5,7 +5,8 @@
     fixed + sum_n reach_n r_n + sum_k train_k x_k <= budget        for every clock
 
 Memory adds, for each operation n at which an answer turned out to peak above the limit, one more row over new variables
-0 <= h_s <= 1 (1: storage s is still held while n runs), with h_s >= r_m and h_s >= x_k for its holders at or below n.
+0 <= h_s <= 1 (1: storage s is still held while n runs), with h_s >= r_m and h_s >= x_k for its holders at or below n;
+for the forward pass, a row over optimizer state alone.
 """
 
 from __future__ import annotations
@@ -101,6 +102,10 @@ class _Programme:
         graph, memory = self.profile.graph, self.profile.memory
         held: dict[int, float] = {}
         scale = float(memory_bytes)
+        if moment == len(graph.nodes):  # the forward pass
+            room = (memory_bytes - memory.base_bytes - memory.forward_bytes) / scale
+            self.limit(memory.state_bytes / scale, (), {}, room)
+            return
         for storage in memory.storages:
             holders = [self.reached[n] for n in storage.nodes if n >= moment]
             holders += [k for k in storage.tensors if max(graph.hosts[k]) >= moment]

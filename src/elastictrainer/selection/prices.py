@@ -4,8 +4,9 @@ Seconds on a clock are additive as they stand: an operation is paid if a tensor 
 
 The memory peak is not additive, but it is the largest of many moments that are. At the moment when backward runs
 operation n the step holds what somebody at or after n still needs, the gradients that were made up to n, all optimizer
-state, and n's own workspace. So `peak_bytes(S) <= limit` means one additive constraint for each n; which of the moments
-matter is found out by checking answers (`select`), and in practice one or two do.
+state, and n's own workspace; in one more moment, forward's, its own need and all optimizer state. So
+`peak_bytes(S) <= limit` means one additive constraint for each moment; which of them matter is found out by checking
+answers (`select`), and in practice one or two do.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Prices:
         return [self.profile.data_s + lane.step_s(reached, trained) for lane in self.profile.lanes]
 
     def peak_node(self, names: list[str]) -> int:
-        """The operation during which a step holds the most."""
+        """The operation during which a step holds the most; their number, if forward does."""
         return int(self.profile.held_bytes(names).argmax())
 
     def clock(self, lane: Lane, budget_s: float) -> Column:
@@ -84,10 +85,13 @@ class Prices:
         )
 
     def moment(self, node: int, limit_bytes: int) -> Column:
-        """Bytes held while backward runs one operation (or would, if it were reached)."""
+        """Bytes held while backward runs one operation (or would, if it were reached), or in the forward pass."""
         graph, memory = self.profile.graph, self.profile.memory
         spent = float(memory.base_bytes)
         items = memory.state_bytes[self.candidates].astype(np.float64)
+        if node == len(graph.nodes):
+            spent += memory.forward_bytes + float(memory.state_bytes[self.pinned].sum())
+            return Column(items, (), np.zeros(0), limit_bytes - spent)
         for i, k in enumerate(self.candidates):
             if min(graph.hosts[k]) <= node:
                 items[i] += graph.tensors[k].nbytes
