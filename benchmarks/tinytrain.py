@@ -1,7 +1,7 @@
 """Few-shot adaptation, measured: how accurate, in how many bytes, multiply-adds and seconds, method by method.
 
-    python benchmarks/tinytrain.py episodes --domains flowers102,omniglot --episodes 100 --device cuda \
-        --data ../shared/data --weights ../shared/weights [--meta runs/meta]
+    python benchmarks/tinytrain.py episodes --models mobilenet_v2,builtin --batch-sizes 25 --device cuda --jobs 12 \
+        --data ../shared/data --weights ../shared/weights [--meta runs/meta] [--minutes 9 --state $OUT/tiny.tar.gz]
     python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin --data ../shared/data
     python benchmarks/tinytrain.py layers --threads 1
 
@@ -10,6 +10,10 @@ one each time. The learning rate of each method is the best of one grid on tasks
 classes, never of the domains it is judged on. With `--meta DIR`, again with the weights of `DIR/MODEL` (left there by
 `elastictrainer metatrain`). Batch sizes are what backward holds at once; every method has the same. `versus_full` is
 the median over tasks of (deciding + training) seconds over full training's on the same task, the first task left out.
+Every rate, gain and task is written as it is found, under --work, and found there when the same is asked for again;
+the table is made of what there is. `--minutes` stops in time. `--state FILE.tar.gz`, for machines that forget: what is
+under --work, unpacked at the start and packed at the end. `--jobs N` works on so many networks and domains at once,
+which a GPU that waits for its host is glad of; seconds then are those of a shared machine, and rows say so.
 
 memory: bytes of backward for every method at each batch size and at 100, stated and really held, over full training's
 at the same batch and, as the paper has it, over full training's at 100.
@@ -21,10 +25,15 @@ turns; medians. What the plans' speed rests on.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import math
 import statistics
+import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,14 +44,15 @@ from torch import nn
 
 from elastictrainer.data.episodes import Bank, Episode, Episodes
 from elastictrainer.data.models import LoadedModel, load_model
-from elastictrainer.errors import BudgetError
+from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.fewshot.heads import Prototypes, Queries, last_linear
 from elastictrainer.fewshot.interval import Mean
-from elastictrainer.fewshot.learner import Learner, Settings
+from elastictrainer.fewshot.learner import Learner, Outcome, Settings
 from elastictrainer.fewshot.meta import held_out
 from elastictrainer.fewshot.methods import Ceilings, Method, find_method
 from elastictrainer.fewshot.protocol import run_episodes, summarise
-from elastictrainer.fewshot.search import find_scheme
+from elastictrainer.fewshot.search import Gains, contributions, evolve
+from elastictrainer.importance.potential import channel_norms
 from elastictrainer.metrics.held import held_bytes
 from elastictrainer.metrics.timing import synchronize
 from elastictrainer.plan import Plan
@@ -53,6 +63,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS, print_table, where, write_csv
 from workloads import WEIGHTS
 
+LATE = 75  # the exit status of a process that ran out of time
 DOMAINS = {"cub200": "cub200", "pets37": "pets37"}  # others lie in fewshot/
 Row = dict[str, Any]
 
@@ -83,99 +94,287 @@ def bank_of(domain: str, like: LoadedModel, args: argparse.Namespace) -> Bank:
     )
 
 
+class OutOfTime(Exception):
+    """`--minutes` are over; what was found is written."""
+
+
+class Notes:
+    """A file of JSON lines, each written as it is found; those of an earlier run of the same settings are read."""
+
+    def __init__(self, path: Path, facts: Row, until: float) -> None:
+        self.path, self.until = path, until
+        first, *self.lines = _whole_lines(path) or [{}]
+        if first != facts:
+            self.lines = []
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        else:  # without half a line that a kill left
+            path.write_text("".join(json.dumps(line) + "\n" for line in (first, *self.lines)), encoding="utf-8")
+
+    def find(self, **about: Any) -> Row | None:
+        return next((line for line in self.lines if about.items() <= line.items()), None)
+
+    def add(self, line: Row) -> None:
+        self.lines.append(line)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.check()
+
+    def check(self) -> None:
+        if time.monotonic() > self.until:
+            raise OutOfTime
+
+
+def _whole_lines(path: Path) -> list[Row]:
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+Cell = tuple[str, bool, int, str]  # network, meta-trained, batch size, domain: what one process works on
+
+
 def episodes_suite(args: argparse.Namespace) -> None:
-    rows: list[Row] = []
-    for name in args.models.split(","):
-        for meta in (False, True) if args.meta else (False,):
-            loaded = network(name, args, meta=meta)
-            loaded.model.to(args.device)
-            for batch_size in map(int, args.batch_sizes.split(",")):
-                for found in one_network(name, loaded, batch_size, meta, args):
-                    rows += found
-                    write_csv(args.out, rows)
-    shown = ("model", "meta", "batch_size", "domain", "method", "accuracy", "half", "backward_share", "versus_full")
-    print_table(rows, shown)
+    if args.state and args.state.exists():
+        with tarfile.open(args.state) as archive:  # what lies there is newer: it was written after the last packing
+            for member in archive.getmembers():
+                if member.isfile() and not (args.work / member.name).exists():
+                    archive.extract(member, args.work, filter="data")
+    networks = [
+        (name, meta, size)
+        for name in args.models.split(",")
+        for meta in ((False, True) if args.meta else (False,))
+        for size in map(int, args.batch_sizes.split(","))
+    ]
+    # First what every domain of a network needs, then the domains.
+    first: list[Cell] = [(*network, "") for network in networks]
+    then: list[Cell] = [(*network, domain) for network in networks for domain in args.domains.split(",")]
+    try:
+        for cells in (first, then):
+            if args.jobs > 1:
+                _side_by_side(cells, args)
+            else:
+                for cell in cells:
+                    work_on(cell, args)
+                    _write_table(then, args)
+    except OutOfTime:
+        print("out of time; run it again to go on", file=sys.stderr)
+    finally:
+        _write_table(then, args)
+        if args.state:
+            args.state.parent.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(args.state, "w:gz") as archive:
+                archive.add(args.work, arcname=".")
 
 
-def one_network(
-    name: str, loaded: LoadedModel, batch_size: int, meta: bool, args: argparse.Namespace
-) -> Iterator[list[Row]]:
-    """The rows of each domain."""
+def _side_by_side(cells: list[Cell], args: argparse.Namespace) -> None:
+    """Each in a process of its own, `--jobs` at a time."""
+    waiting, running = list(cells), {}
+    while waiting or running:
+        while waiting and len(running) < args.jobs and time.monotonic() < args.until:
+            cell = waiting.pop(0)
+            left = (args.until - time.monotonic()) / 60
+            command = [sys.executable, __file__, *sys.argv[1:], "--cell", json.dumps(cell), "--minutes", f"{left:.3f}"]
+            running[subprocess.Popen(command)] = cell
+        for process in [p for p in running if p.poll() is not None]:
+            cell = running.pop(process)
+            if process.returncode not in (0, LATE):
+                print(f"failed: {cell}", file=sys.stderr)
+        if time.monotonic() > args.until and not running:
+            raise OutOfTime
+        time.sleep(0.2)
+
+
+def _write_table(cells: list[Cell], args: argparse.Namespace) -> None:
+    rows = [row for cell in cells for row in table_rows(cell, args)]
+    if rows:
+        write_csv(args.out, rows)
+        shown = ("model", "meta", "batch_size", "domain", "method", "episodes", "accuracy", "half", "backward_share")
+        print_table(rows, (*shown, "versus_full"))
+
+
+def notes_of(cell: Cell, args: argparse.Namespace) -> Notes:
+    """Of a network (no domain) what was tuned for it; of a domain its tasks."""
+    name, meta, size, domain = cell
+    told = ("source", "varied", "head", "ways", "shots", "steps", "optimizer", "lrs", "memory", "compute",
+            "image_size", "seed", "tune_episodes", "search_episodes", "search_steps", "device")  # fmt: skip
+    facts = {"model": name, "meta": meta, "batch_size": size, "domain": domain} | {k: getattr(args, k) for k in told}
+    if meta:  # a network trained anew is another one
+        facts["weights"] = hashlib.sha256((args.meta / name / "model.safetensors").read_bytes()).hexdigest()[:16]
+    file = f"{name}-{'meta' if meta else 'plain'}-{size}{'-' if domain else ''}{domain}.jsonl"
+    return Notes(args.work / file, facts, args.until)
+
+
+def work_on(cell: Cell, args: argparse.Namespace) -> None:
+    name, meta, batch_size, domain = cell
+    loaded = network(name, args, meta=meta)
+    loaded.model.to(args.device)
     head = Prototypes(last_linear(loaded.model, loaded.head))
     settings = Settings(
         steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed, head=args.head
     )
     ceilings = Ceilings(args.memory, args.compute)
-    varied: dict[str, Any] = {"ways": None, "shots": None} if args.varied else {"ways": args.ways, "shots": args.shots}
-    source = Learner(loaded.model, head, bank_of(args.source, loaded, args), settings=settings, ceilings=ceilings)
-    unseen = held_out(len(source.bank.classes))[1]
-    tuning = Episodes(source.bank.labels, **varied, seed=args.seed + 1, only=unseen)
-    methods = args.methods.split(",")
-    rates = {method: tune(source, method, tuning, args) for method in methods if method != "sparse_update"}
-    scheme = None
-    if "sparse_update" in methods:
-        source.settings = replace(settings, lr=rates.get("tinytrain", settings.lr))
-        scheme = find_scheme(source, tuning, args.search_episodes)
-        source.scheme = scheme
-        rates["sparse_update"] = tune(source, "sparse_update", tuning, args)
-    for domain in args.domains.split(","):
-        rows: list[Row] = []
-        bank = bank_of(domain, loaded, args)
-        learner = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings, scheme=scheme)
-        tasks = Episodes(bank.labels, **varied, seed=args.seed)
-        found = run_tuned(learner, methods, rates, tasks, args.episodes)
-        full_s = {row["episode"]: row["decide_s"] + row["steps_s"] for row in found if row["method"] == "full"}
-        for summary in summarise(found):
-            own = [row for row in found if row["method"] == summary.method]
-            ratios = [(r["decide_s"] + r["steps_s"]) / full_s[r["episode"]] for r in own if r["episode"] in full_s]
-            rows.append(
+    tuned = notes_of((name, meta, batch_size, ""), args)
+    if not domain:
+        source = Learner(loaded.model, head, bank_of(args.source, loaded, args), settings=settings, ceilings=ceilings)
+        prepare_network(source, tuned, args)
+        return
+    rates = {line["method"]: line["rate"] for line in tuned.lines if "rate" in line}
+    found = tuned.find(kind="scheme")
+    scheme = None if found is None else Plan.from_json(found["plan"])
+    missing = [method for method in args.methods.split(",") if method not in rates]
+    if missing:
+        print(f"{name}: not yet tuned: {', '.join(missing)}", file=sys.stderr)
+        raise OutOfTime
+    methods = [method for method in args.methods.split(",") if rates[method] is not None]
+    bank = bank_of(domain, loaded, args)
+    learner = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings, scheme=scheme)
+    tasks = Episodes(bank.labels, **_shape(args), seed=args.seed)
+    notes = notes_of(cell, args)
+    for method in methods:
+        if notes.find(kind="peak", method=method) is None:
+            notes.add(
                 {
-                    **where(args.device), "seed": args.seed, "model": name, "meta": meta, "domain": domain,
-                    "method": summary.method, "episodes": summary.accuracy.count, "steps": args.steps,
-                    "optimizer": args.optimizer, "head": args.head, "lr": rates[summary.method],
-                    "batch_size": batch_size,
-                    "image_size": loaded.image_size, "ways": varied["ways"], "shots": varied["shots"],
-                    "accuracy": summary.accuracy.mean, "half": summary.accuracy.half,
-                    "memory": args.memory, "compute": args.compute,
-                    "backward_bytes": summary.backward_bytes,
-                    "full_bytes": learner.plain.full.nbytes,
-                    "backward_share": summary.backward_share,
-                    "remembered_bytes": summary.remembered_bytes,
-                    "decide_s": summary.decide_s, "steps_s": summary.steps_s,
-                    "versus_full": statistics.median(ratios[1:] or ratios) if ratios else None,
-                    "peak_bytes": peak_bytes(learner, summary.method, tasks.episode(0)),
+                    "kind": "peak", "method": method, "peak_bytes": peak_bytes(learner, method, tasks.episode(0)),
+                    "full_bytes": learner.plain.full.nbytes, "image_size": loaded.image_size, "rate": rates[method],
+                    **where(args.device), "jobs": args.jobs,
                 }
             )  # fmt: skip
-            print(f"{name} meta={meta} {domain} {summary.method}: {summary.accuracy}", file=sys.stderr)
-        yield rows
+    done = [line for line in notes.lines if "episode" in line]
+    run_tuned(learner, methods, rates, tasks, args.episodes, done=done, on_row=notes.add)
 
 
-def tune(learner: Learner, method: str, tasks: Episodes, args: argparse.Namespace) -> float:
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    return {"ways": None, "shots": None} if args.varied else {"ways": args.ways, "shots": args.shots}
+
+
+def prepare_network(source: Learner, notes: Notes, args: argparse.Namespace) -> None:
+    """The learning rate of every method and SparseUpdate's scheme, on tasks of the source's held-out classes."""
+    unseen = held_out(len(source.bank.classes))[1]
+    tasks = Episodes(source.bank.labels, **_shape(args), seed=args.seed + 1, only=unseen)
+    methods = args.methods.split(",")
+    for method in [m for m in methods if m != "sparse_update"] + [m for m in methods if m == "sparse_update"]:
+        if notes.find(kind="rate", method=method) is not None:
+            continue
+        rate: float | None
+        try:
+            if method == "sparse_update":
+                known = notes.find(kind="rate", method="tinytrain")
+                source.settings = replace(source.settings, lr=(known and known["rate"]) or source.settings.lr)
+                source.scheme = scheme_of(source, notes, tasks, args)
+            rate = tune(source, method, tasks, args, notes)
+        except BudgetError as error:  # nothing of it fits: no row, and the others go on
+            print(f"{notes.path.stem} {method}: {error}", file=sys.stderr)
+            rate = None
+        notes.add({"kind": "rate", "method": method, "rate": rate})
+
+
+def scheme_of(source: Learner, notes: Notes, tasks: Episodes, args: argparse.Namespace) -> Plan:
+    """As `find_scheme`, every gain written as it is found."""
+    found = notes.find(kind="scheme")
+    if found is not None:
+        return Plan.from_json(found["plan"])
+    norms = channel_norms(source.model, [layer.weight for layer in source.prices.layers])
+    known: Gains = {(line["weight"], line["share"]): line["gain"] for line in notes.lines if line["kind"] == "gain"}
+    settings = source.settings
+    source.settings = replace(settings, steps=args.search_steps)
+    try:
+        gains = contributions(
+            source, tasks, args.search_episodes, norms=norms, known=known,
+            on_gain=lambda weight, share, gain: notes.add(
+                {"kind": "gain", "weight": weight, "share": share, "gain": gain}
+            ),
+        )  # fmt: skip
+    finally:
+        source.settings = settings
+    plan = evolve(source.prices, gains, norms=norms, ceilings=source.ceilings, seed=settings.seed)
+    notes.add({"kind": "scheme", "plan": plan.to_json()})
+    return plan
+
+
+def table_rows(cell: Cell, args: argparse.Namespace) -> list[Row]:
+    """The rows of a domain, of whatever tasks there are by now."""
+    name, meta, batch_size, domain = cell
+    notes = notes_of(cell, args)
+    found = [line for line in notes.lines if "episode" in line]
+    full_s = {row["episode"]: row["decide_s"] + row["steps_s"] for row in found if row["method"] == "full"}
+    rows: list[Row] = []
+    for summary in summarise(found):
+        own = [row for row in found if row["method"] == summary.method]
+        ratios = [(r["decide_s"] + r["steps_s"]) / full_s[r["episode"]] for r in own if r["episode"] in full_s]
+        ratios = [ratio for ratio in ratios if not math.isnan(ratio)]
+        about = dict(notes.find(kind="peak", method=summary.method) or {})
+        told = {key: about.get(key) for key in ("device", "threads", "torch", "python", "commit", "jobs")}
+        rows.append(
+            {
+                **told, "seed": args.seed, "model": name, "meta": meta, "domain": domain,
+                "method": summary.method, "episodes": summary.accuracy.count, "steps": args.steps,
+                "optimizer": args.optimizer, "head": args.head, "lr": about.get("rate"), "batch_size": batch_size,
+                "image_size": about.get("image_size"), **_shape(args),
+                "accuracy": summary.accuracy.mean, "half": summary.accuracy.half,
+                "memory": args.memory, "compute": args.compute,
+                "backward_bytes": summary.backward_bytes, "full_bytes": about.get("full_bytes"),
+                "backward_share": summary.backward_share, "remembered_bytes": summary.remembered_bytes,
+                "decide_s": summary.decide_s, "steps_s": summary.steps_s,
+                "versus_full": statistics.median(ratios[1:] or ratios) if ratios else None,
+                "peak_bytes": about.get("peak_bytes"),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def tune(learner: Learner, method: str, tasks: Episodes, args: argparse.Namespace, notes: Notes) -> float:
     """The learning rate that does best on tasks of the source domain."""
     rates = [float(rate) for rate in args.lrs.split(",")]
     if method == "none" or len(rates) == 1:
         return rates[0]
     means = []
     for rate in rates:
-        learner.settings = replace(learner.settings, lr=rate)
-        found = run_episodes(learner, [find_method(method)], tasks, args.tune_episodes)
-        means.append(Mean.of([row["accuracy"] for row in found]).mean)
+        known = notes.find(kind="tuned", method=method, at=rate)
+        if known is None:
+            learner.settings = replace(learner.settings, lr=rate)
+            try:
+                found = run_episodes(
+                    learner, [find_method(method)], tasks, args.tune_episodes, on_row=lambda row: notes.check()
+                )
+                mean = Mean.of([row["accuracy"] for row in found]).mean
+            except TrainingError:  # it diverges, which is an answer
+                mean = 0.0
+            known = {"kind": "tuned", "method": method, "at": rate, "accuracy": mean}
+            notes.add(known)
+        means.append(known["accuracy"])
     return rates[means.index(max(means))]
 
 
 def run_tuned(
-    learner: Learner, methods: list[str], rates: dict[str, float], tasks: Episodes, count: int
+    learner: Learner,
+    methods: list[str],
+    rates: dict[str, float],
+    tasks: Episodes,
+    count: int,
+    *,
+    done: list[Row],
+    on_row: Callable[[Row], None],
 ) -> list[dict[str, Any]]:
     """As `run_episodes`, each method at its own rate."""
     solve = learner.solve
 
     def at_its_rate(method: Any, episode: Episode, index: int) -> Any:
         learner.settings = replace(learner.settings, lr=rates[method.name])
-        return solve(method, episode, index)
+        try:
+            return solve(method, episode, index)
+        except TrainingError as error:  # no answer is a wrong answer, and the tasks after it go on
+            print(f"{method.name}, task {index}: {error}", file=sys.stderr)
+            return Outcome(method.name, 0.0, None, (), math.nan, math.nan)
 
     learner.solve = at_its_rate  # type: ignore[method-assign]
     try:
-        return run_episodes(learner, [find_method(name) for name in methods], tasks, count)
+        found = [find_method(name) for name in methods]
+        return run_episodes(learner, found, tasks, count, done=done, on_row=on_row)
     finally:
         learner.solve = solve  # type: ignore[method-assign]
 
@@ -352,6 +551,12 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--tune-episodes", type=int, default=10)
     parser.add_argument("--search-episodes", type=int, default=5)
+    parser.add_argument("--search-steps", type=int, default=10, help="of the tasks that SparseUpdate's search learns")
+    parser.add_argument("--minutes", type=float, default=1e9, help="episodes: stop by then; run again to go on")
+    parser.add_argument("--jobs", type=int, default=1, help="episodes: processes at once")
+    parser.add_argument("--work", type=Path, default=Path("runs/tinytrain"), help="episodes: what was found so far")
+    parser.add_argument("--state", type=Path, help="episodes: a .tar.gz that --work is packed into")
+    parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--varied", action="store_true")
     parser.add_argument("--head", default="prototypes", help="or linear")
     parser.add_argument("--ways", type=int, default=5)
@@ -370,8 +575,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    args.until = time.monotonic() + 60 * args.minutes
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.cell:
+        if args.jobs > 1:
+            torch.set_num_threads(1)
+        try:
+            work_on(tuple(args.cell), args)
+        except OutOfTime:
+            sys.exit(LATE)
+        return
     args.out = args.out or RESULTS / f"tinytrain_{args.suite}_{args.device}.csv"
     {"episodes": episodes_suite, "memory": memory_suite, "layers": layers_suite}[args.suite](args)
 

@@ -46,6 +46,7 @@ def test_it_leaves_a_run_folder_that_the_report_reads(
     assert result["config"]["backward"]["nbytes"] <= 2**20
     assert result["config"]["backward"]["macs"] <= 0.15 * result["config"]["full_backward"]["macs"]
     assert json.loads((out / "result.json").read_text()) == result
+    assert "tinytrain" in (out / "report.html").read_text(encoding="utf-8")  # left there unasked, as by train
     run = read_run(out)
     assert run.accuracy == result["accuracy"]["final"]
     assert len(run.epochs) == 2

@@ -108,6 +108,27 @@ def test_it_is_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_some_layers_are_measured_as_among_all_and_what_comes_before_keeps_nothing(name: str) -> None:
+    model, batch = made(name)
+    every = fisher_potential(model, loss_fn, [batch])
+    last = next(iter(every))  # backward comes by it first
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alone = fisher_potential(model, loss_fn, [batch], layers=[last])
+    assert alone.keys() == {last}
+    torch.testing.assert_close(torch.tensor(alone[last]), torch.tensor(every[last]))
+    # Its output, for the product, what the loss keeps, and weights to pass a gradient through.
+    assert all(tensor.numel() <= 3 * max(len(batch[1]), 8) for tensor in kept)
+    with pytest.raises(ConfigError, match=r"'no.weight', which is no weight"):
+        fisher_potential(model, loss_fn, [batch], layers=["no.weight"])
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_batched_is_one_at_a_time(name: str) -> None:
     model, (x, y) = made(name)
     whole = fisher_potential(model, loss_fn, [(x, y)])

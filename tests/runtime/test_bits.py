@@ -37,6 +37,26 @@ def test_gradients_are_bit_equal_at_every_edge(kind: type[nn.Module], inplace: b
         assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
+@pytest.mark.parametrize("given", ["as it lies", "turned round", "expanded"])
+def test_in_channels_last_gradients_are_bit_equal_and_stay_in_that_layout(given: str) -> None:
+    torch.manual_seed(0)
+    grad = torch.randn(2, 5, 3, 7)
+    if given == "as it lies":
+        grad = grad.contiguous(memory_format=torch.channels_last)
+    elif given == "expanded":  # as a mean over positions hands it back
+        grad = torch.randn(2, 5, 1, 1).expand(2, 5, 3, 7)
+    x = (4 * torch.randn(2, 5, 3, 7)).contiguous(memory_format=torch.channels_last)
+    found = []
+    for bits in (False, True):
+        model = nn.Sequential(nn.ReLU6())
+        with apply(model, [], bits=bits):
+            leaf = x.clone().requires_grad_()
+            model(leaf).backward(grad)
+            found.append(leaf.grad)
+    assert torch.equal(*found)
+    assert found[1].is_contiguous(memory_format=torch.channels_last)
+
+
 def test_bytes_held_are_bits() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.BatchNorm2d(4), nn.ReLU6())
     x = torch.randn(2, 3, 32, 32)

@@ -17,7 +17,7 @@ from elastictrainer.errors import BudgetError, ConfigError
 from elastictrainer.importance.potential import Potential, fisher_potential
 from elastictrainer.plan import Plan
 from elastictrainer.profiling.layers import price_backward
-from elastictrainer.selection.channels import ChannelChoice, select_channels
+from elastictrainer.selection.channels import ChannelChoice, affordable, select_channels
 
 
 class Net(nn.Module):
@@ -84,6 +84,31 @@ def test_the_integer_programme_is_brute_force_and_greedy_is_below(
         greedy = problem.greedy(share)
         assert problem.fits(greedy)
         assert problem.worth(greedy) <= most * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(memory=st.integers(1_000, 25_000), compute=st.floats(0.05, 1.0), seed=st.integers(0, 9))
+def test_layers_that_could_never_fit_need_no_potential(
+    case: tuple[BackwardPrices, Potential], memory: int, compute: float, seed: int
+) -> None:
+    prices, potential = case
+    rng = np.random.default_rng(seed)
+    drawn = {name: tuple(np.exp(rng.normal(0, 2, len(values))).tolist()) for name, values in potential.items()}
+    within = affordable(prices, memory=memory, compute=compute)
+    plans = []
+    for known in (drawn, {name: drawn[name] for name in within}):
+        try:
+            plans.append(select_channels(prices, known, memory=memory, compute=compute))
+        except BudgetError as error:
+            plans.append(str(error))  # which names the least of all layers that works
+    whole, some = plans
+    if isinstance(whole, str):
+        assert whole == some
+        return
+    assert (whole.trainable, whole.channels, whole.backward) == (some.trainable, some.channels, some.backward)
+    assert all(
+        b == (a if name in within else 0.0) for name, a, b in zip(whole.names, whole.score_values, some.score_values)
+    )
 
 
 def test_layers_by_score_then_channels_by_potential(case: tuple[BackwardPrices, Potential]) -> None:

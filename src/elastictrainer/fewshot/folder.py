@@ -19,6 +19,7 @@ from elastictrainer.fewshot.heads import Prototypes, last_linear
 from elastictrainer.fewshot.learner import Learner, Outcome, Settings
 from elastictrainer.fewshot.methods import Ceilings, find_method
 from elastictrainer.plan import Plan
+from elastictrainer.report import write_report
 from elastictrainer.runtime.result import Result, versions
 from elastictrainer.runtime.run_folder import RunFolder
 
@@ -125,6 +126,7 @@ def _write(folder: RunFolder, after: Outcome, network: LoadedModel, result: dict
         folder.log("plans.jsonl", event)
     folder.write_weights("model.safetensors", network.model.state_dict(), network.metadata())
     folder.write_json("result.json", json.loads(json.dumps(result, default=str)))
+    write_report(folder.path)
 
 
 def _result(

@@ -25,6 +25,7 @@ from elastictrainer.plan import Plan
 from elastictrainer.profiling.layers import price_backward
 from elastictrainer.runtime.adapt import Adapted, adapt
 from elastictrainer.runtime.optimizers import make_optimizer
+from elastictrainer.selection import affordable
 
 __all__ = ["Learner", "Outcome", "Settings"]
 
@@ -76,6 +77,7 @@ class Learner:
         self.model, self.head, self.bank = model.eval(), head, bank
         self.settings, self.ceilings, self.scheme = settings, ceilings, scheme
         self._fixed: dict[tuple[str, int], Plan | None] = {}
+        self._open: dict[Ceilings, tuple[str, ...]] = {}
         self._pristine = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
     @cached_property
@@ -171,10 +173,11 @@ class Learner:
             return elastic(self.model, optimizer, self.head.loss, [batch()], names=names)
 
         def potential() -> Potential:
-            return fisher_potential(self.model, self.head.loss, [batch()])
+            return fisher_potential(self.model, self.head.loss, [batch()], layers=self._within(ceilings))
 
         prices = self._lite_prices if method.lite else self.prices if method.bits else self.plain
-        task = Task(prices, self.ceilings.less(head, self.prices.full.macs), potential, scores, self.scheme)
+        ceilings = self.ceilings.less(head, self.prices.full.macs)
+        task = Task(prices, ceilings, potential, scores, self.scheme)
         plan = method.plan(task)
         if plan is not None:
             spent = None if plan.backward is None else plan.backward + head
@@ -182,6 +185,12 @@ class Learner:
         if method.once:
             self._fixed[key] = plan
         return plan
+
+    def _within(self, ceilings: Ceilings) -> tuple[str, ...]:
+        """The layers that these ceilings leave open, found once: no task could choose another."""
+        if ceilings not in self._open:
+            self._open[ceilings] = affordable(self.prices, memory=ceilings.memory, compute=ceilings.compute)
+        return self._open[ceilings]
 
     def _head_spent(self, ways: int) -> Spent:
         """Of the linear head: its weights' gradient and state, and the unit features that it keeps."""

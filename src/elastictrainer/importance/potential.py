@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def fisher_potential(
     batches: Iterable[Any],
     *,
     averaged: bool = True,
+    layers: Collection[str] | None = None,
 ) -> Potential:
     """`Delta_o = 1/(2N) sum_n (sum_d a_nd g_nd)^2` for every output channel o of every convolution and linear layer.
 
@@ -46,9 +47,11 @@ def fisher_potential(
         batches: what `loss_fn(model, batch)` takes; the first size of a batch's first tensor counts its samples, which
             every layer must keep apart in its own first dimension (or in equal runs of it, as windows do).
         averaged: whether `loss_fn` returns the mean over the samples (as losses do); False for their sum.
+        layers: the weights to measure, by name; all by default. Before the first of them nothing is differentiated and
+            nothing kept, so those that the ceilings rule out anyway (`affordable`) are worth leaving out.
 
     Raises:
-        ConfigError: there is no batch.
+        ConfigError: there is no batch, or `layers` names what is no weight of a convolution or linear layer.
         ModelError: the loss depends on no convolution or linear layer, or one mixes samples in its first dimension.
         TrainingError: the loss or a channel's worth is not finite.
 
@@ -57,6 +60,7 @@ def fisher_potential(
     Paper: TinyTrain (ICML'24); the form is that of Fisher pruning (Theis et al., 2018).
     """
     model = unwrap(model)
+    weights = _weights(model, layers)
     totals: dict[str, Tensor] = {}
     samples = 0
     with untouched(model), lifted(model), torch.inference_mode(False), torch.enable_grad():
@@ -65,7 +69,9 @@ def fisher_potential(
             param.requires_grad_(False)
         for index, batch in enumerate(batches):
             count = samples_in(batch)
-            for name, inner in _inner_products(model, loss_fn, batch, count, place=f"batches[{index}]").items():
+            for name, inner in _inner_products(
+                model, loss_fn, batch, count, weights, place=f"batches[{index}]"
+            ).items():
                 # The mean loss hands each sample a count-th of its own gradient.
                 squares = (inner * (count if averaged else 1)).square().sum(0)
                 totals[name] = squares if name not in totals else totals[name] + squares
@@ -106,10 +112,12 @@ class _Tap(torch.autograd.Function):
         return grads[0], None, None, None, None
 
 
-def _inner_products(model: nn.Module, loss_fn: LossFn, batch: Any, count: int, *, place: str) -> dict[str, Tensor]:
+def _inner_products(
+    model: nn.Module, loss_fn: LossFn, batch: Any, count: int, modules: list[tuple[str, nn.Module]], *, place: str
+) -> dict[str, Tensor]:
     """For each weight, the sum over positions of output times gradient, by sample and output channel."""
     found: dict[str, Tensor] = {}
-    weights = {id(module): name for name, module in _weights(model)}
+    weights = {id(module): name for name, module in modules}
     start: list[Tensor] = []
 
     def tap(module: nn.Module, args: Any, out: Any) -> Any:
@@ -131,7 +139,7 @@ def _inner_products(model: nn.Module, loss_fn: LossFn, batch: Any, count: int, *
 
         return _Tap.apply(out, start[0], count, linear, note)
 
-    handles = [module.register_forward_hook(tap) for _, module in _weights(model)]
+    handles = [module.register_forward_hook(tap) for _, module in modules]
     try:
         loss = loss_fn(model, batch)
     finally:
@@ -147,9 +155,13 @@ def _inner_products(model: nn.Module, loss_fn: LossFn, batch: Any, count: int, *
     return found
 
 
-def _weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _weights(model: nn.Module, layers: Collection[str] | None) -> list[tuple[str, nn.Module]]:
     modules = ((name, module) for name, module in model.named_modules() if supports_channels(module))
-    return [(f"{name}.weight" if name else "weight", module) for name, module in modules]
+    found = {f"{name}.weight" if name else "weight": module for name, module in modules}
+    unknown = [name for name in layers or () if name not in found]
+    if unknown:
+        raise ConfigError(f"layers names {unknown[0]!r}, which is no weight of a convolution or linear layer")
+    return [(name, module) for name, module in found.items() if layers is None or name in layers]
 
 
 def _finite(value: float) -> bool:

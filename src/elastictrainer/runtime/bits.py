@@ -61,7 +61,8 @@ class _Rectify(torch.autograd.Function):
             y = x.relu() if top is None else nn.functional.hardtanh(x, 0.0, top)
         # By what stops a gradient, so that one flows where the output is NaN, as in PyTorch.
         stopped = y <= 0 if top is None else (y <= 0) | (y >= top)
-        ctx.save_for_backward(pack(stopped))
+        ctx.last = y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last) and not y.is_contiguous()
+        ctx.save_for_backward(pack(stopped.permute(0, 2, 3, 1) if ctx.last else stopped))
         return y
 
     @staticmethod
@@ -69,7 +70,12 @@ class _Rectify(torch.autograd.Function):
         (grad,) = grads
         (bits,) = ctx.saved_tensors
         # One pass of a vectorised kernel: `masked_fill` is ten times slower on a CPU.
-        let_through = unpack(bits, grad.shape, dtype=grad.dtype, inverted=True)
+        if ctx.last:  # in the order of the output's memory, so that neither way anything is turned round
+            grad = grad.contiguous(memory_format=torch.channels_last)
+            shape = grad.permute(0, 2, 3, 1).shape
+            let_through = unpack(bits, shape, dtype=grad.dtype, inverted=True).permute(0, 3, 1, 2)
+        else:
+            let_through = unpack(bits, grad.shape, dtype=grad.dtype, inverted=True)
         return torch.ops.aten.threshold_backward(grad, let_through, 0), None, None
 
 

@@ -145,6 +145,7 @@ class _Watch(TorchFunctionMode):
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._note(leaf, leaf=number)
+        self._times: Counter[str] = Counter()
         self._handles: list[Any] = []
 
     def __enter__(self) -> _Watch:
@@ -162,7 +163,8 @@ class _Watch(TorchFunctionMode):
             handle.remove()
 
     def _enter(self, name: str) -> None:
-        number = sum(call.module == name and call.parent >= 0 for call in self.calls)
+        number = self._times[name]
+        self._times[name] += 1
         self.calls.append(_Called(name, number, self.stack[-1]))
         self.stack.append(len(self.calls) - 1)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastictrainer.selection.channels import select_channels
+from elastictrainer.selection.channels import affordable, select_channels
 from elastictrainer.selection.pins import Pin, pinned
 from elastictrainer.selection.planning import select
 
-__all__ = ["Pin", "pinned", "select", "select_channels"]
+__all__ = ["Pin", "affordable", "pinned", "select", "select_channels"]

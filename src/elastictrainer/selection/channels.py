@@ -23,7 +23,7 @@ from elastictrainer.budget import parse_bytes, parse_share
 from elastictrainer.errors import BudgetError, ConfigError
 from elastictrainer.plan import Plan
 
-__all__ = ["By", "ChannelChoice", "Option", "Term", "select_channels"]
+__all__ = ["By", "ChannelChoice", "Option", "Term", "affordable", "select_channels"]
 
 Term = Literal["potential", "params", "macs"]
 By = Literal["fisher", "l2", "random"]
@@ -86,6 +86,26 @@ def select_channels(
     return choice.plan(taken, note=f"tinytrain{'' if compute is None else f', compute {compute}'}", gap=gap)
 
 
+def affordable(
+    prices: BackwardPrices, *, memory: str | int | None = None, compute: str | float | None = None
+) -> tuple[str, ...]:
+    """The layers, by weight, that could train in some channels if nothing else did; all where none could.
+
+    What is left out is too dear in the fewest channels that `select_channels` would take, whichever these are: no
+    potential could bring it into a plan, so none need be measured. Pure, and the same for every task.
+    """
+    most_bytes = math.inf if memory is None else parse_bytes(memory)
+    most_macs = math.inf if compute is None else math.floor(parse_share(compute) * prices.full.macs)
+    found = []
+    for layer in prices.layers:
+        # The first channels, as few as the smallest option has: they lie in as few groups as so many can.
+        rows = tuple(range(-(-layer.channels // STEPS)))
+        spent = prices.spent(layer.tensors, {} if len(rows) == layer.channels else dict.fromkeys(layer.tensors, rows))
+        if spent.nbytes <= most_bytes and spent.macs <= most_macs:
+            found.append(layer.weight)
+    return tuple(found) or tuple(layer.weight for layer in prices.layers)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One way to train a layer: so many of its channels, best first."""
@@ -125,8 +145,8 @@ class ChannelChoice:
     @cached_property
     def scores(self) -> dict[str, float]:
         """`s_i` by weight, from the terms that count."""
-        most_params = max((layer.params for layer in self.layers), default=1)
-        most_macs = max((layer.macs for layer in self.layers), default=1)
+        most_params = max((layer.params for layer in self.prices.layers), default=1)
+        most_macs = max((layer.macs for layer in self.prices.layers), default=1)
         found = {}
         for layer in self.layers:
             score = math.fsum(self.potential[layer.weight]) if "potential" in self.terms else 1.0

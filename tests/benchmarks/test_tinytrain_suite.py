@@ -1,0 +1,64 @@
+"""The few-shot suite stops in time, goes on where it stopped, on another machine too, and makes nothing twice."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+tinytrain = pytest.importorskip("tinytrain")
+
+
+def test_notes_are_kept_line_by_line_and_only_for_the_same_settings(tmp_path: Path) -> None:
+    path, later = tmp_path / "notes.jsonl", time.monotonic() + 60
+    notes = tinytrain.Notes(path, {"steps": 2}, later)
+    notes.add({"kind": "rate", "method": "full", "rate": 0.1})
+    with path.open("a") as file:
+        file.write('{"kind": "half of a li')  # as a kill leaves it
+    again = tinytrain.Notes(path, {"steps": 2}, later)
+    assert again.lines == [{"kind": "rate", "method": "full", "rate": 0.1}]
+    assert again.find(method="full") == again.lines[0]
+    assert again.find(method="last") is None
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"steps": 2}, *again.lines]
+    assert tinytrain.Notes(path, {"steps": 3}, later).lines == []
+    late = tinytrain.Notes(path, {"steps": 3}, time.monotonic() - 1)
+    with pytest.raises(tinytrain.OutOfTime):
+        late.add({"kind": "rate"})
+    assert tinytrain.Notes(path, {"steps": 3}, later).lines == [{"kind": "rate"}]  # written before it stops
+
+
+def test_a_suite_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells alone: what a cell does is stood in for."""
+    ran: list[tuple[str, str]] = []
+
+    def work_on(cell: tuple[str, bool, int, str], args: argparse.Namespace) -> None:
+        notes = tinytrain.notes_of(cell, args)
+        for episode in range(2):
+            if notes.find(episode=episode) is None:
+                ran.append((cell[0], cell[3]))
+                notes.add({"episode": episode})
+
+    monkeypatch.setattr(tinytrain, "work_on", work_on)
+    monkeypatch.setattr(tinytrain, "_write_table", lambda cells, args: None)
+    words = "source varied head ways shots steps optimizer lrs memory compute image_size seed device"
+    counts = "tune_episodes search_episodes search_steps"
+    told = dict.fromkeys((*words.split(), *counts.split()))
+
+    def run(work: str, until: float) -> None:
+        tinytrain.episodes_suite(argparse.Namespace(
+            **told, models="a,b", meta=None, batch_sizes="1", domains="x,y", jobs=1, work=tmp_path / work,
+            state=tmp_path / "state.tar.gz", until=until,
+        ))  # fmt: skip
+
+    run("one", time.monotonic() - 1)
+    assert ran == [("a", "")]
+    run("two", time.monotonic() + 60)  # a bare machine: there is the archive alone
+    assert len(ran) == 2 * 2 * 3
+    run("two", time.monotonic() + 60)
+    assert len(ran) == 2 * 2 * 3
