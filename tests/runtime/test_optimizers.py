@@ -31,6 +31,20 @@ def test_what_rests_does_not_decay() -> None:
     assert torch.allclose(moves, torch.full((2,), 0.95))
 
 
+def test_hooks_are_called_once_a_step() -> None:
+    """Torch wraps the step of each class that an instance was made of: both classes' would call them."""
+    weight = nn.Parameter(torch.ones(1))
+    torch.optim.SGD([weight], lr=0.1)
+    optimizer = make_optimizer("sgd", [weight], lr=0.1)
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    optimizer.register_step_post_hook(lambda *_: calls.append(2))
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert calls == [1, 2]
+    assert weight.item() == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_presets_hold_everything_they_are_given(name: str) -> None:
     model = nn.Linear(2, 2)

@@ -41,7 +41,10 @@ class SGDW(SGD):
             decay = group.get("decoupled_weight_decay", 0.0)
             if moving and decay:  # asked of the decay alone: the rate may be a tensor on the device
                 torch._foreach_mul_(moving, 1.0 - group["lr"] * decay)
-        super().step()
+        # torch wraps the step of every class that was ever made an instance of, to call hooks; they are called around
+        # this step already, so go beneath.
+        step: Any = SGD.step
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(self)
         return loss
 
 

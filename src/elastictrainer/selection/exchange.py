@@ -70,8 +70,9 @@ class _Moves:
             others = others[others != item]
             if not len(others):
                 return None
-            alone = self.holds[:, others] * (count == 1)[:, None]
-            freed = (problem.price[others] + alone.T @ problem.group_price)[:, over].sum(axis=1)
+            single = np.flatnonzero(count == 1)  # groups that close with the one item that holds them open
+            closed = self.holds[np.ix_(single, others)].T @ problem.group_price[np.ix_(single, over)]
+            freed = (problem.price[np.ix_(others, over)] + closed).sum(axis=1)
             now[others[int((problem.value[others] / np.maximum(freed, 1e-12)).argmin())]] = False
 
     def _filled(self, chosen: Mask, never: int) -> Mask:

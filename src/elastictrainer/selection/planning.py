@@ -150,9 +150,14 @@ def _relaxed(limits: Limits, prices: Prices, values: NDArray[np.float64], gap: f
     columns: dict[tuple[str, int], Column] = limits.first(prices)
     bound = math.inf
     solution = Solution(np.ones(count, dtype=np.bool_), float(values.sum()), float(values.sum()), exact=True)
+
+    def stands(chosen: NDArray[np.bool_]) -> bool:
+        return limits.violated(prices, chosen).keys() <= columns.keys()
+
     for _ in range(_ROUNDS):
         if columns:
-            solution = solve(prices.problem(values, list(columns.values())), gap=gap)
+            problem = prices.problem(values, list(columns.values()))
+            solution = solve(problem, gap=gap, bound=bound, stands=stands)
         bound = min(bound, solution.bound)
         violated = limits.violated(prices, solution.chosen)
         if not violated or violated.keys() <= columns.keys():
