@@ -1,20 +1,25 @@
 """The best accuracy for any time: adaptive beside what is simpler, all within the same share of full training's time.
 
-    python benchmarks/frontier.py --device cuda --data ../shared/data/pets37 --weights ../shared/weights --jobs 8
+    python benchmarks/frontier.py --device cuda --data ../shared/data/pets37 --weights ../shared/weights --minutes 9
     python benchmarks/frontier.py --image-size 96 --models mobilenet_v2 --budgets 0.1 --seeds 1 --rates 0.003   # a CPU
 
 Methods: adaptive; everything for fewer epochs (`shorter`, its steps cut off at the same seconds); a fixed suffix, head
 alone, norms and biases, elastic as published and with random importance, each for as many passes as the time is for at
 its own price of a step, of which the forward pass is always paid; LoRA (PEFT's, rank 8, on every convolution without
-groups and every linear layer, the head in full) likewise, where peft is installed; full training. Every cell is a
-process of its own with a deadline of the same seconds: `budget * epochs * steps * full step`, the full step timed once
-for each model before anything else runs. Deciding, building of features and data loading are inside; evaluation is not.
+groups and every linear layer, the head in full) likewise, where peft is installed; full training. All run on the same
+engine: on CUDA every method's steps are recorded and replayed.
 
-The learning rate of each method and budget is the best on validation of one grid, tried with seed 0; then the other
-seeds at that rate; all judged once on test. Seconds of cells that share a machine (`--jobs`) are longer for all alike,
-so the clock of a cell is its own processor's where it has one (the share is of a full step timed in the same process).
+Each network is priced once, alone, before anything else runs, and these prices (`prices_s` of profiling) are given to
+all methods alike, as on a machine that has seen the network before. A budget is `budget * epochs * steps * full step`
+by them. Probing, choosing, building of features and data loading are inside; evaluation is not. `of_eager` is the time
+taken over that of plain eager PyTorch's full training, whose step is priced beside the recorded one.
 
-Writes results/frontier_*.csv (a row a cell); prints means and spreads. Run again, it goes on where it was stopped.
+The learning rate of each method is the best on validation of one grid, tried at `--rate-budget` with seed 0; then all
+budgets and seeds at that rate, each judged once on test. With `--jobs` above 1 cells share the machine and their
+seconds; only alone does a row say what a user would see, and `jobs` is in every row.
+
+Writes results/frontier_*.csv (a row a cell); prints means and spreads. Run again, it goes on where it was stopped; on a
+machine that forgets, `--state FILE.tar.gz` brings along what was finished.
 """
 
 from __future__ import annotations
@@ -24,8 +29,10 @@ import json
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +42,7 @@ from torch import nn
 import elastictrainer as et
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, folder_or_none, print_table, where, write_csv
+from common import RESULTS, folder_or_none, print_table, unpack, where, write_csv
 from elastic import sgd
 from workloads import images, loss_fn, network
 
@@ -66,6 +73,8 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "val_loader": data.val, "test_loader": data.test, "seed": cell["seed"], "clip": CLIP, "progress": False,
     }  # fmt: skip
+    prices = Prices.read(args.runs, cell["model"])
+    profile = shared["profile"] = prices.profile
     start = time.perf_counter()
     if method == "adaptive":
         result = et.fit(model, optimizer, loss_fn, data.train, epochs=args.epochs, budget=budget, **shared)
@@ -73,15 +82,14 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         policy = {"shorter": "full", "full": "full"}.get(method, method)
         share = 1.0
         if method == "lora":
-            full = priced(model, data.train, optimizer)
             model, policy = with_lora(model, loaded.head), "full"
             optimizer = sgd(model, cell["lr"])
-            own = priced(model, data.train, optimizer)
-            share, shared["profile"] = own.full_step_s / full.full_step_s, own
+            own = priced(model, data.train, optimizer, captured=True)
+            share, shared["profile"] = own.full_step_s / profile.full_step_s, own
+            start = time.perf_counter()
         elif policy != "full":
             # As many passes as fit, at the price of this method's own step.
-            profile = priced(model, data.train, optimizer)
-            share, shared["profile"] = SHARE, profile
+            share = SHARE
             if not (found := et.policies.find_policy(policy)).needs_scores:
                 share = found.plan(profile, None, budget=SHARE, pin="head").ratio
         part = Part(data.train, args.epochs * budget / share)
@@ -96,7 +104,12 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "batch": args.batch_size,
         "image": args.image_size,
         "steps": result.steps,
-        "ratio": result.train_s / (result.full_step_s * args.epochs * len(data.train)) if result.full_step_s else "",
+        "ratio": result.train_s / (profile.full_step_s * args.epochs * len(data.train)),
+        "of_eager": result.train_s / (prices.eager_step_s * args.epochs * len(data.train)),
+        "full_step_s": profile.full_step_s,
+        "eager_step_s": prices.eager_step_s,
+        "prices_s": prices.took_s,
+        "graphs": (result.graphs or {}).get("replayed", 0),
         "train_s": result.train_s,
         "wall_s": wall_s,
         "val_accuracy": max(known, default=0.0),
@@ -106,8 +119,39 @@ def run_cell(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def priced(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) -> et.Profile:
-    return et.profile(model.train(), loss_fn, next(iter(loader)), optimizer=optimizer, effort=30, captured=True)
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """A network's profile on this engine, the full step of plain eager PyTorch, and what finding out took."""
+
+    profile: et.Profile
+    eager_step_s: float
+    took_s: float
+
+    @classmethod
+    def read(cls, runs: Path, model: str) -> Prices:
+        document = json.loads((runs / f"{model}.prices.json").read_text())
+        return cls(et.Profile.from_dict(document["profile"]), document["eager_step_s"], document["took_s"])
+
+
+def price(model_name: str, data: Any, args: argparse.Namespace) -> None:
+    """Price a network, alone on the machine, unless that has been done."""
+    path = args.runs / f"{model_name}.prices.json"
+    if path.exists():
+        return
+    loaded = network(model_name, classes=data.num_classes, weights=args.weights, image_size=args.image_size)
+    model = loaded.model.to(args.device)
+    optimizer = sgd(model, 1e-3)
+    start = time.perf_counter()
+    profile = priced(model, data.train, optimizer, captured=True)
+    took_s = time.perf_counter() - start
+    eager = priced(model, data.train, optimizer, captured=False) if profile.captured else profile
+    document = {"profile": profile.to_dict(), "eager_step_s": eager.full_step_s, "took_s": took_s}
+    path.with_suffix(".tmp").write_text(json.dumps(document))
+    path.with_suffix(".tmp").replace(path)
+
+
+def priced(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, *, captured: bool) -> et.Profile:
+    return et.profile(model.train(), loss_fn, next(iter(loader)), optimizer=optimizer, captured=captured)
 
 
 def with_lora(model: nn.Module, head: tuple[str, ...]) -> nn.Module:
@@ -145,7 +189,8 @@ class Part:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="mobilenet_v2,resnet50")
-    parser.add_argument("--budgets", default="0.05,0.1,0.2,0.5")
+    parser.add_argument("--budgets", default="0.02,0.05,0.1,0.2,0.3,0.5")
+    parser.add_argument("--rate-budget", default="0.1", help="the budget at which learning rates are tried")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--data", type=Path, default=Path("../shared/data/pets37"))
     parser.add_argument("--weights", type=folder_or_none, default=Path("../shared/weights"))
@@ -160,6 +205,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="also full training, the yardstick at 1x")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"))
+    parser.add_argument("--state", type=Path, help="finished cells, packed into one file and out of it")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -176,28 +222,37 @@ def main() -> None:
         return
     args.runs.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * args.minutes
-    for model in args.models.split(","):  # decode once, before anything runs beside anything
+    if args.state is not None:
+        unpack(args.state, args.runs)
+    for model in args.models.split(","):  # decoded and priced before anything runs beside anything
         shape = network(model, classes=2, weights=args.weights, image_size=args.image_size)
-        images(
-            args.data, shape, batch_size=args.batch_size, image_size=args.image_size, device=torch.device("cpu"),
+        data = images(
+            args.data, shape, batch_size=args.batch_size, image_size=args.image_size, device=torch.device(args.device),
             cache=args.runs / "pixels",
         )  # fmt: skip
+        price(model, data, args)
+        del data
     pairs = [(m, b) for b in args.budgets.split(",") for m in args.methods.split(",")]
     if args.full:
         pairs.insert(0, ("full", "1.0"))
     rates = [float(r) for r in args.rates.split(",")]
-    first = [make(args, model, m, b, lr, 0) for model in args.models.split(",") for m, b in pairs for lr in rates]
+    models, methods = args.models.split(","), dict.fromkeys(m for m, _ in pairs)
+    first = [make(args, model, m, args.rate_budget, lr, 0) for model in models for m in methods for lr in rates]
     work(first, args, until)
     rest = []
-    for model in args.models.split(","):
+    for model in models:
         for m, b in pairs:
-            tried = [
-                row for c in first if (row := read(c, args)) and (c["model"], c["method"], c["budget"]) == (model, m, b)
-            ]
-            if tried:
+            tried = [row for c in first if (c["model"], c["method"]) == (model, m) and (row := read(c, args))]
+            if len(tried) == len(rates):
                 best = max(tried, key=lambda row: row["val_accuracy"])["lr"]
                 rest += [make(args, model, m, b, best, seed) for seed in range(args.seeds)]
-    work([c for c in rest if c["seed"]], args, until)
+    rest.sort(key=lambda c: c["seed"])
+    work(rest, args, until)
+    if args.state is not None:
+        with tarfile.open(args.state.with_name(args.state.name + ".tmp"), "w:gz") as archive:
+            for path in sorted(args.runs.glob("*.json")):
+                archive.add(path, path.name)
+        args.state.with_name(args.state.name + ".tmp").replace(args.state)
     finals = [row for c in rest if (row := read(c, args))]
     chosen = {cell_name(row) for row in finals}
     rows = [
@@ -219,10 +274,11 @@ def main() -> None:
                         "test": statistics.mean(accuracy),
                         "spread": statistics.stdev(accuracy) if len(accuracy) > 1 else 0.0,
                         "ratio": statistics.mean(float(r.get("ratio") or 0) for r in got),
+                        "of_eager": statistics.mean(float(r.get("of_eager") or 0) for r in got),
                         "train_s": statistics.mean(r.get("train_s", 0.0) for r in got),
                     }
                 )  # fmt: skip
-    print_table(table, ["model", "budget", "method", "lr", "seeds", "test", "spread", "ratio", "train_s"])
+    print_table(table, ["model", "budget", "method", "lr", "seeds", "test", "spread", "ratio", "of_eager", "train_s"])
 
 
 def make(args: argparse.Namespace, model: str, method: str, budget: str, lr: float, seed: int) -> dict[str, Any]:
@@ -237,7 +293,7 @@ def read(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any] | Non
 def work(cells: list[dict[str, Any]], args: argparse.Namespace, until: float) -> None:
     """The cells that are not finished, the dearest first, `--jobs` at a time."""
     waiting = [c for c in cells if read(c, args) is None]
-    waiting.sort(key=lambda c: -float(c["budget"]))
+    waiting.sort(key=lambda c: (c["seed"], -float(c["budget"])))  # the first seed of everything, the dearest first
     running: list[subprocess.Popen[bytes]] = []
     names = ("data", "weights", "device", "threads", "batch_size", "image_size", "epochs", "runs", "jobs")
     shared = [text for n in names for text in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
