@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import elastictrainer as et
 from elastictrainer.profiling import measure
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.profiling.replays import Replays
+from elastictrainer.profiling.steps import Stepper
 from elastictrainer.runtime import run
 from elastictrainer.runtime.capture import CudaRecorder, Uncapturable
 from elastictrainer.runtime.engine import KINDS, MANY, WARM, Eager, Replayed
@@ -362,6 +364,18 @@ def test_prices_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not et.profile(model, cross_entropy, batches(1)[0], optimizer=optimizer, effort=12, captured=True).captured
 
 
+def test_the_optimizers_price_is_of_steps_on_the_tensors_asked_for() -> None:
+    model = small_net()
+    optimizer = sgd(model)  # whose decay moves a tensor even where its gradient is zero
+    parameters = list(model.parameters())
+    stepper = Stepper(model, cross_entropy, batches(1)[0], optimizer, parameters)
+    stepper.step()
+    before = [copied.detach().clone() for _, copied in stepper.pairs]
+    assert Replays(stepper, lambda plan: None, Again()).optimizer_s([1, 3]) > 0
+    moved = [not torch.equal(copied, was) for (_, copied), was in zip(stepper.pairs, before)]
+    assert [k for k, did in enumerate(moved) if did] == [1, 3]
+
+
 def test_options_come_back_even_if_the_step_fails() -> None:
     model = small_net()
     optimizer = sgd(model)
@@ -410,7 +424,7 @@ def test_on_cuda_replayed_steps_are_the_steps(preset: str, dropout: float) -> No
 @pytest.mark.parametrize("preset", PRESETS)
 def test_on_cuda_plans_come_and_go(preset: str) -> None:
     """Tensors wake and rest, one recorder records them all, and what it recorded before is gone by then."""
-    plans = [["11.weight"], ["11.weight", "11.bias", "7.weight", "0.weight"], ["11.weight", "2.bias"]]
+    plans = [["16.weight"], ["16.weight", "16.bias", "10.weight", "0.weight"], ["16.weight", "3.bias"]]
     results = []
     for recorder in (None, CudaRecorder(torch.device("cuda", 0))):
         model, optimizer, data = on_cuda(PRESETS[preset], dropout=0.2)

@@ -51,6 +51,8 @@ def replay_plans(
             measured, replays.forward_s(), [replays.optimizer_s(subset) for subset in subsets], replays.host_s()
         )
     except Uncapturable:
+        if stepper.optimizer is not None:
+            bring_counts(stepper.optimizer, home=True)
         return None
 
 
@@ -102,10 +104,16 @@ class Replays:
 
     def optimizer_s(self, names: Sequence[int]) -> float:
         """The optimizer's step on these parameters (by position), replayed; as ever where it is not recorded."""
-        if self._optimizer is None or not self._whole:
+        optimizer = self._optimizer
+        if optimizer is None or not self._whole:
             return self._stepper.optimizer_s(names)
+
+        def step() -> None:
+            with as_recorded(optimizer, self._rates):
+                optimizer.step()
+
         with self._stepper.pretending(names):
-            return self._timed(self._recorder.record(self._move))
+            return self._timed(self._recorder.record(step))
 
     def host_s(self) -> float:
         """What the host does for a replayed step: the next batch and rates put into place, the launch."""
@@ -142,13 +150,17 @@ class Replays:
 
     def _record(self) -> Callable[[], None]:
         stepper = self._stepper
+        if self._whole and self._optimizer is not None:
+            bring_counts(self._optimizer)
         with self._recorder.listening() as heard:  # a warm-up; what waits for the device would break the recording
             stepper.gradients()
-            if self._whole and self._optimizer is not None:
-                bring_counts(self._optimizer)
-                self._move()
-            else:
-                stepper.move()
+            if self._whole:
+                try:
+                    self._move()
+                except (RuntimeError, TypeError) as error:  # tensors that the fused kernel does not take
+                    raise Uncapturable(str(error)) from error
+        if not self._whole:
+            stepper.move()
         if heard:
             raise Uncapturable(heard[0])
         if self._whole:

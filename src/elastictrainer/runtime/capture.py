@@ -113,6 +113,9 @@ class CudaRecorder:
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         with suppress(Exception):
+            if not self._graphs:  # before pytorch#190348 nobody else gives back what was taken so far
+                torch._C._cuda_releasePool(self._index, self._pool)
+        with suppress(Exception):
             fresh = torch.Generator(self._device)
             fresh.manual_seed(seed)
             fresh.set_offset(offset)

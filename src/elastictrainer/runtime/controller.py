@@ -289,6 +289,8 @@ class Elastic:
             scores = self._probe(batches)
             alike = similarity(scores, self.scores) if scores is not None and self.scores is not None else None
             if self.interval.kind == "auto" and alike is not None and alike >= SIMILAR:
+                if self.plan is not None and self.profile is not None:
+                    self._steering.stand(self.profile, self.plan)  # prices may be new
                 return
             self.scores = scores
             self._plan_epoch, self._plan_step = self.epochs, self.steps

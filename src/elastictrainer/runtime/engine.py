@@ -137,7 +137,8 @@ class Replayed(Eager):
             return self._move()
         # The kernels that will be recorded run once before that, and are listened to.
         bring_counts(self._own)
-        with self.recorder.listening() as heard, as_recorded(self._own, rates_of(self._own)):
+        rates = rates_of(self._own)  # before listening: they come from the host
+        with self.recorder.listening() as heard, as_recorded(self._own, rates):
             moved = self._move()
         if heard:
             self._step_apart()
@@ -224,6 +225,7 @@ class Replayed(Eager):
 
     def _step_apart(self) -> None:
         self._apart = True
+        self._recordings.clear()  # whole steps hold counts that now go home
         bring_counts(self._own, home=True)
 
     def _give_up(self, reason: str) -> None:
@@ -248,14 +250,15 @@ class Recording:
         self._tensors = [leaf for leaf in own if isinstance(leaf, Tensor)]
         self.inputs = tree_unflatten(own, spec)
         self.rates = rates_of(optimizer)
-        self.loss = torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
+        self.loss = torch.zeros((), device=next(p.device for group in optimizer.param_groups for p in group["params"]))
         self.options = _options(optimizer)
         self.gradients: list[tuple[nn.Parameter, Tensor]] | None = None
         self.replay: Callable[[], None] = lambda: None
 
     def take(self, inputs: Any) -> None:
         """Put another batch of the same kind where the recording reads it."""
-        torch._foreach_copy_(self._tensors, [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)])
+        if self._tensors:
+            torch._foreach_copy_(self._tensors, [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)])
 
 
 def kind_of(inputs: Any) -> Hashable | None:

@@ -114,7 +114,8 @@ def fit(
         clip: the largest norm of the gradients of what trains.
         autocast: `"bf16"`, or `"fp16"` with a gradient scaler.
         graphs: on CUDA, record a plan's step once and replay it, so that small batches do not wait for the host; prices
-            are then of such steps. What cannot be recorded is made as ever; `result.graphs` says why.
+            are then of such steps. What cannot be recorded is made as ever; `result.graphs` says why. Turn it off if
+            your model or loss reads numbers of the host's that change between steps: a recording would hold them fast.
         early_stop: stop after so many epochs without a better validation.
         out: the run folder (see `runtime/run_folder.py`); without it nothing is written and nothing can be resumed.
         resume: go on with the run in `out`, however it ended; begin it where there is none yet.

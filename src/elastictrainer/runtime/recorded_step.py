@@ -32,15 +32,34 @@ def steps_in_a_recording(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     dense = all(p.is_floating_point() and (p.grad is None or p.grad.layout is torch.strided) for p in parameters)
     plain = not any(group.get("differentiable") for group in optimizer.param_groups)
-    return type(optimizer) in _STEPS and not foreign and dense and plain
+    fits = not isinstance(optimizer, SGD) or _fits_fused(optimizer)
+    return type(optimizer) in _STEPS and not foreign and dense and plain and fits
+
+
+def _fits_fused(optimizer: Optimizer) -> bool:
+    """Whether the fused kernel takes what has gradients: all with momentum or none, each laid out as its gradient."""
+    for group in optimizer.param_groups:
+        moving = [p for p in group["params"] if p.grad is not None]
+        buffers = [optimizer.state.get(p, {}).get("momentum_buffer") for p in moving]
+        if group.get("momentum") and any(b is None for b in buffers) and any(b is not None for b in buffers):
+            return False
+        for parameter, buffer in zip(moving, buffers):
+            if not all(_laid_out_as(parameter, t) for t in (parameter.grad, buffer) if t is not None):
+                return False
+    return True
+
+
+def _laid_out_as(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
+        return False
+    strides = zip(one.shape, one.stride(), other.stride())
+    return all(size == 1 or mine == theirs for size, mine, theirs in strides)
 
 
 def rates_of(optimizer: Optimizer) -> list[Tensor]:
     """A place on the device for each group's learning rate."""
-    return [
-        torch.as_tensor(group["lr"], dtype=torch.float32).to(group["params"][0].device)
-        for group in optimizer.param_groups
-    ]
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    return [torch.as_tensor(group["lr"], dtype=torch.float32).to(device) for group in optimizer.param_groups]
 
 
 def set_rates(rates: Sequence[Tensor], optimizer: Optimizer) -> None:
@@ -79,7 +98,7 @@ def bring_counts(optimizer: Optimizer, *, home: bool = False) -> None:
 
     Its other ways of stepping work with either, but wait for the device once a tensor for those that lie there.
     """
-    if isinstance(optimizer, SGD):
+    if not isinstance(optimizer, (Adam, AdamW)):
         return
     for group in optimizer.param_groups:
         if home and (group.get("fused") or group.get("capturable")):

@@ -50,6 +50,7 @@ from elastictrainer.runtime.surroundings import (
 
 __all__ = ["Run"]
 
+LAUNCHED = 3.0  # times what a replayed forward pass takes, one may take that is launched piece by piece
 EVALUATE_EVERY = 20  # times what an evaluation takes lie between two of them, where the run is counted in time
 
 
@@ -218,7 +219,8 @@ class Run:
 
     def _make_ending(self) -> Ending:
         def forward_s() -> float:
-            return 0.0 if self.elastic.profile is None else self.elastic.profile.forward_s
+            profile = self.elastic.profile
+            return 0.0 if profile is None else profile.forward_s * (LAUNCHED if profile.captured else 1.0)
 
         return Ending(
             lambda: [loader for loader in (self.val_loader, self.test_loader) if loader is not None],
