@@ -329,7 +329,8 @@ def test_kept_features_go_into_the_recording(monkeypatch: pytest.MonkeyPatch) ->
     assert result.loss["per_epoch"][0] == pytest.approx(plain.loss["per_epoch"][0], rel=1e-3)
 
 
-def test_a_run_that_cannot_be_recorded_is_priced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["full", "elastic"])
+def test_a_run_that_cannot_be_recorded_is_priced_anew(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "find_recorder", lambda device: Again(fails="not permitted"))
     model = small_net()
     taken: list[bool] = []
@@ -340,9 +341,11 @@ def test_a_run_that_cannot_be_recorded_is_priced_anew(monkeypatch: pytest.Monkey
         return real(*args, **options)
 
     monkeypatch.setattr("elastictrainer.runtime.controller.take_profile", take)
-    result = fit(model)
+    result = fit(model, policy=policy)
     assert result.graphs["obstacle"] == "not permitted"
     assert taken == [False]
+    assert [plan["reason"] for plan in result.plans][:2] == ["first", "drift"]
+    assert result.plans[0]["steps"] == WARM + 1
 
 
 def test_prices_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ class Elastic:
         return self.captured and (self.profile is None or self.profile.captured)
 
     def replays_no_more(self) -> None:
-        """Steps turned out not to be recordable: they are made as ever, and priced so from the next decision on."""
+        """Steps turned out not to be recordable: they are made as ever, and priced so before the next one."""
         self._reprice = self.replays
         self.captured = False
 
@@ -260,7 +260,7 @@ class Elastic:
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def _due(self) -> bool:
-        if self.plan is None:
+        if self.plan is None or self._reprice:
             return True
         if not self.policy.replans:
             return False
@@ -280,22 +280,24 @@ class Elastic:
             batches = ahead.peek(self.probe_batches if self.policy.needs_scores else min(2, self.probe_batches))
             if not batches:
                 return  # the loader is at its end; whatever is due is due again at the next epoch's start
-            first = self.plan is None
+            first, anew = self.plan is None, self._reprice
             self._steering.saw_wait(ahead.typical_wait_s)
+            if anew:
+                self.undo()
             self._price(batches[0])
             self._checked_epoch = self.epochs
-            if not first:
+            if not first and not anew:
                 self._time_forward(batches[0])
             scores = self._probe(batches)
             alike = similarity(scores, self.scores) if scores is not None and self.scores is not None else None
             if self.interval.kind == "auto" and alike is not None and alike >= SIMILAR:
-                if self.plan is not None and self.profile is not None:
-                    self._steering.stand(self.profile, self.plan)  # prices may be new
+                if anew:
+                    self._stand()
                 return
             self.scores = scores
             self._plan_epoch, self._plan_step = self.epochs, self.steps
-            self._adopt(self._choose(), reason="first" if first else "interval", similarity=alike)
-            if first:
+            self._adopt(self._choose(), reason="first" if first else "drift" if anew else "interval", similarity=alike)
+            if first or anew:
                 self._time_forward(batches[0])
 
     def _steer(self, batch: Any) -> None:
