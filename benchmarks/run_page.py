@@ -34,8 +34,8 @@ def frontier(folder: Path) -> str:
         text += (
             f"{first['data']}, {first['epochs']} epochs as the whole, batch {first['batch']}, images of "
             f"{first['image']} pixels; each method at its best rate on validation. *Took* is of full training,\n"
-            "deciding and building of features included, on the engine that all methods run on; *of eager* is of plain\n"
-            "PyTorch's full training, launch by launch. Prices are given to all methods alike.\n\n"
+            "deciding and building of features included, on the engine that all methods run on; *of eager* is of\n"
+            "plain PyTorch's full training, launch by launch. Prices are given to all methods alike.\n\n"
         )
         key = lambda row: (row["model"], float(row["budget"]))  # noqa: E731
         finals.sort(key=key)
