@@ -277,13 +277,14 @@ class Adaptive(Elastic):
 
     def _begin_next(self, data: Pass) -> None:
         before = self.stage
-        try:
-            self._price(data.peek(1)[0])  # again, if steps are not what they were priced as
-        except BudgetError:
-            if before is None:
-                raise
-            self._go_on()  # there is no time left to find out what they cost now
-            return
+        if self._reprice:  # steps are not what they were priced as
+            try:
+                self._price(data.peek(1)[0])
+            except BudgetError:
+                if before is None:
+                    raise
+                self._go_on()  # there is no time left to find out what they cost now
+                return
         affordable = int(PROBE_SHARE * self._left_s / self._prices.full_step_s)
         if before is not None and not affordable:
             self._go_on()
