@@ -1,12 +1,16 @@
 """Predicted against measured: how well a profile knows what a plan costs.
 
     python benchmarks/time_model.py --device cpu --threads 1 --batch-size 4 --image-size 96
-    python benchmarks/time_model.py --device cuda --batch-size 64 --autocast bf16
+    python benchmarks/time_model.py --device cuda --batch-size 64 --autocast bf16 --captured
 
 For each model: one profile, then random plans of every depth and density (branches split, since tensors are drawn one
 by one), each run for real, interleaved with full steps. Drift of the machine is divided out by those full steps. Beside
 our prediction stands the reference implementation's simpler model, fed with the same measured parts: forward taken as a
 third of the step, branches flattened to the chain of `named_parameters()`.
+
+On CUDA `--captured` prices and measures steps as `et.fit` runs them there, recorded once and replayed (CUDA graphs);
+without it they are eager steps, which at batch 4 wait for their host. `noise` is how far a plan's own repeated ratios
+lie apart (half the distance of the outermost, median over plans): no prediction can be closer than its measurement.
 
 Writes results/time_model_plans_*.csv (a row a plan) and results/time_model_*.csv (a row a model) after each model, and
 prints the latter. A model that fails is named at the end and the others go on; `--resume` keeps what the tables hold
@@ -34,7 +38,9 @@ import torch
 from torch import nn
 
 import elastictrainer as et
+from elastictrainer.profiling.replays import Replays
 from elastictrainer.profiling.steps import Stepper
+from elastictrainer.runtime.capture import find_recorder
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS, kept_rows, print_table, where, write_csv
@@ -111,7 +117,6 @@ def run_case(case: Case, args: argparse.Namespace, clock: Clock) -> tuple[list[d
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     cuda = device.type == "cuda"
-    steps = args.steps or (2 if cuda else 1)  # as the profile calibrates
     model = case.make().to(device).train()
     batch = tuple(t.to(device) for t in case.batch(args))
     if args.channels_last:
@@ -124,32 +129,34 @@ def run_case(case: Case, args: argparse.Namespace, clock: Clock) -> tuple[list[d
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     start = time.perf_counter()
-    profile = et.profile(model, loss, batch, optimizer=optimizer, effort=args.effort)
+    profile = et.profile(model, loss, batch, optimizer=optimizer, effort=args.effort, captured=args.captured)
     profile_s = time.perf_counter() - start
 
     plans = random_plans(profile, args.plans, np.random.default_rng(args.seed))
     stepper = Stepper(model, loss, batch, optimizer, [dict(model.named_parameters())[n] for n in profile.names])
     with et.apply(model, profile.names) as applied:
 
+        def train(indices: Any) -> None:
+            applied.update([profile.names[k] for k in indices])
+
+        peaks = [_peak(stepper, train, _indices(profile, plan)) if cuda else 0 for plan in plans]
+        recorder = find_recorder(device) if profile.captured else None
+        replays = Replays(stepper, train, recorder) if recorder is not None else None
+        timer, choose = (stepper, train) if replays is None else (replays, replays.train)
+        steps = args.steps or (_steps_of(profile.full_step_s) if cuda else 1)
+
         def seconds(plan: Any) -> float:
-            applied.update(plan)
-            return min(stepper.timed(steps).step_s for _ in range(args.bursts))
+            choose(_indices(profile, plan))
+            return min(timer.timed(steps).step_s for _ in range(args.bursts))
 
         seconds(profile.names)
         ratios: list[list[float]] = [[] for _ in plans]
         fulls: list[float] = []
-        peaks: list[int] = []
-        for round_ in range(args.rounds):
+        for _ in range(args.rounds):
             begun = time.perf_counter()
             before = seconds(profile.names)
             for start in range(0, len(plans), args.group):
-                group = []
-                for plan in plans[start : start + args.group]:
-                    if cuda and not round_:
-                        torch.cuda.reset_peak_memory_stats()
-                    group.append(seconds(plan))
-                    if not round_:
-                        peaks.append(_peak(stepper) if cuda else 0)
+                group = [seconds(plan) for plan in plans[start : start + args.group]]
                 after = seconds(profile.names)
                 fulls.append(after)
                 for row, measured in zip(ratios[start : start + args.group], group):
@@ -159,7 +166,7 @@ def run_case(case: Case, args: argparse.Namespace, clock: Clock) -> tuple[list[d
                 break
 
     full_s = float(np.median(fulls))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for plan, row, peak in zip(plans, ratios, peaks):
         measured = float(np.median(row))
         predicted = profile.step_s(plan) / profile.full_step_s
@@ -169,6 +176,7 @@ def run_case(case: Case, args: argparse.Namespace, clock: Clock) -> tuple[list[d
                 "model": case.name,
                 "tensors": len(plan),
                 "measured_ratio": measured,
+                "noise": (max(row) - min(row)) / 2 / measured,
                 "predicted_ratio": predicted,
                 "chain_ratio": chain,
                 "error": predicted / measured - 1,
@@ -193,6 +201,8 @@ def run_case(case: Case, args: argparse.Namespace, clock: Clock) -> tuple[list[d
         "chain_p95": float(np.quantile(chain, 0.95)),
         "stated_median": profile.error.median,
         "stated_p95": profile.error.p95,
+        "noise": float(np.median([r["noise"] for r in rows])),
+        "full_noise": float(np.quantile(fulls, 0.9) / np.quantile(fulls, 0.1) - 1),
         "rounds_done": len(ratios[0]),
         "full_step_s": full_s,
         "full_predicted": profile.full_step_s / full_s - 1,
@@ -206,8 +216,23 @@ def run_case(case: Case, args: argparse.Namespace, clock: Clock) -> tuple[list[d
     return rows, summary
 
 
-def _peak(stepper: Stepper) -> int:
-    """What the allocator held at most since its mark was set, less the stepper's copies of what it does not train."""
+def _indices(profile: et.Profile, plan: Any) -> tuple[int, ...]:
+    return tuple(profile.graph.index[name] for name in plan)
+
+
+def _steps_of(full_step_s: float) -> int:
+    """Steps to be timed at once on CUDA: some 50 ms of them, or two."""
+    return int(np.clip(round(0.05 / full_step_s), 2, 8))
+
+
+def _peak(stepper: Stepper, train: Callable[[Any], None], plan: tuple[int, ...]) -> int:
+    """What CUDA's allocator holds at most in an eager step, less the stepper's copies of what it does not train."""
+    train(plan)
+    stepper.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    stepper.step()
+    torch.cuda.synchronize()
     state = stepper.optimizer.state if stepper.optimizer else {}
     mine = 0  # the stepper's own: a copy of every parameter, and the state of those that rest
     for ours, copied in stepper.pairs:
@@ -230,7 +255,8 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--group", type=int, default=2, help="plans between two full steps")
-    parser.add_argument("--steps", type=int, default=0, help="steps timed at once; 0: 2 on CUDA, else 1")
+    parser.add_argument("--captured", action="store_true", help="CUDA: steps that are recorded once and replayed")
+    parser.add_argument("--steps", type=int, default=0, help="steps timed at once; 0: 50 ms of them on CUDA, else 1")
     parser.add_argument("--bursts", type=int, default=1, help="of so many timings the fastest counts")
     parser.add_argument("--minutes", type=float, help="end within this time, with fewer rounds or models if need be")
     parser.add_argument("--tokens", type=int, default=128, help="length of a text")
@@ -244,7 +270,7 @@ def main() -> None:
         parser.error(f"no such model: {', '.join(unknown)} (there are {', '.join(CASES)})")
     torch.set_num_threads(args.threads)
     same = where(args.device) | {"effort": args.effort, "rounds": args.rounds, "seed": args.seed}
-    last = "_channels_last" if args.channels_last else ""
+    last = ("_channels_last" if args.channels_last else "") + ("_captured" if args.captured else "")
     tag = f"{args.device}_t{args.threads}_b{args.batch_size}_{args.image_size}px_{args.autocast}{last}"
     plans_file, models_file = args.out / f"time_model_plans_{tag}.csv", args.out / f"time_model_{tag}.csv"
     rows = kept_rows(plans_file, same) if args.resume else []
@@ -280,6 +306,7 @@ def main() -> None:
         "full_predicted",
         "profile_steps",
         "step_s_us",
+        "noise",
         "lane",
     ]
     print_table(summaries, columns + (["memory_median", "memory_p95"] if args.device == "cuda" else []))
