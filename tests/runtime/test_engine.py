@@ -23,7 +23,7 @@ from elastictrainer.profiling.profile import Profile
 from elastictrainer.profiling.replays import Replays
 from elastictrainer.profiling.steps import Stepper
 from elastictrainer.runtime import run
-from elastictrainer.runtime.capture import CudaRecorder, Uncapturable
+from elastictrainer.runtime.capture import CudaRecorder, Uncapturable, brief_collections
 from elastictrainer.runtime.engine import KINDS, MANY, WARM, Eager, Replayed
 from elastictrainer.runtime.optimizers import make_optimizer
 from elastictrainer.runtime.recorded_step import as_recorded, steps_in_a_recording
@@ -506,3 +506,16 @@ def test_on_cuda_a_profile_of_replays() -> None:
     assert profile.captured
     plain = et.profile(model, cross_entropy, data[0], optimizer=optimizer, effort=30)
     assert profile.full_step_s < plain.full_step_s
+
+
+def test_many_recordings_in_a_row_do_not_walk_what_was_there_before() -> None:
+    import gc
+
+    before = gc.get_freeze_count()
+    with brief_collections():
+        frozen = gc.get_freeze_count()
+        assert frozen > before
+        with brief_collections():  # someone else's doing is left to them
+            pass
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == before

@@ -157,7 +157,7 @@ def _measure(
             forwards.append(float(np.median([stepper.device_s(lambda: loss_fn(model, batch)) for _ in range(3)])))
             optimizers.append(_device_optimizer(stepper, graph, subsets))
         if stepper.cuda:
-            memory = observe(stepper, traced, memory, plans[:4], train, Allocator())
+            memory = observe(stepper, traced, memory, plans[:4], train, Allocator(), recorded=replayed is not None)
         else:
             memory = replace(memory, forward_bytes=counted_forward_bytes(model, loss_fn, batch))
         drafts = [raw_lane(traced, part, alone) for part in parts]

@@ -145,11 +145,13 @@ def observe(
     plans: Sequence[tuple[int, ...]],
     train: Callable[[Sequence[int]], None],
     meter: Meter,
+    *,
+    recorded: bool = False,
 ) -> Memory:
     """The same by what the meter sees: in the forward pass, at each operation of a full step, at rest, in whole steps.
 
     The base is lifted by what whole steps of `plans` take beyond the rest of it, if anything is left. Leaves everything
-    trained. Costs a step, and two for each plan.
+    trained. Costs a step, and two for each plan. `recorded`: steps were, too, on a stream that has blocks of its own.
     """
     model, loss_fn, batch = stepper.model, stepper.loss_fn, stepper.batch
 
@@ -173,15 +175,16 @@ def observe(
         missing.append(meter.peak() - before - predicted)
     train(range(len(trace.graph.tensors)))
     beyond = max(0, int(np.median(missing)))
-    return replace(memory, base_bytes=memory.base_bytes + beyond + _libraries_bytes(stepper, meter.held()))
+    libraries = min(_rest_bytes(stepper, meter.held()), 2 * _LIBRARIES if recorded else _LIBRARIES)
+    return replace(memory, base_bytes=memory.base_bytes + beyond + libraries)
 
 
-def _libraries_bytes(stepper: Stepper, held: int) -> int:
-    """What the allocator holds at rest beyond what is known here, as far as it can be what libraries keep."""
+def _rest_bytes(stepper: Stepper, held: int) -> int:
+    """What the allocator holds at rest beyond what is known here."""
     model, optimizer = stepper.model, stepper.optimizer
     states = [] if optimizer is None else [v for state in optimizer.state.values() for v in state.values()]
     known = [*model.parameters(), *model.buffers(), *tensors_in(stepper.batch)]
     known += [*(copied for _, copied in stepper.pairs), *(v for v in states if isinstance(v, Tensor))]
     blocks = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in known if t.layout is torch.strided}
     copies = sum(b.untyped_storage().nbytes() for b in model.buffers() if b.layout is torch.strided)  # by `untouched`
-    return min(max(held - sum(blocks.values()) - copies, 0), _LIBRARIES)
+    return max(held - sum(blocks.values()) - copies, 0)

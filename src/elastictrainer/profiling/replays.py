@@ -13,7 +13,7 @@ from elastictrainer.metrics import synchronize
 from elastictrainer.profiling.calibrate import Measured, run_plans
 from elastictrainer.profiling.profile import Lane
 from elastictrainer.profiling.steps import Stepper, Timed
-from elastictrainer.runtime.capture import Recorder, Uncapturable
+from elastictrainer.runtime.capture import Recorder, Uncapturable, brief_collections
 from elastictrainer.runtime.engine import Recording, kind_of
 from elastictrainer.runtime.recorded_step import as_recorded, bring_counts, rates_of, set_rates, steps_in_a_recording
 
@@ -45,11 +45,12 @@ def replay_plans(
     replays = Replays(stepper, train, recorder)
     try:
         # A replay of its own begins each measurement: no round has to be dropped.
-        measured, _ = run_plans(replays, plans, replays.train, rounds=rounds, steps=REPEATS, warmup=0)
-        train(plans[0])
-        return Replayed(
-            measured, replays.forward_s(), [replays.optimizer_s(subset) for subset in subsets], replays.host_s()
-        )
+        with brief_collections():
+            measured, _ = run_plans(replays, plans, replays.train, rounds=rounds, steps=REPEATS, warmup=0)
+            train(plans[0])
+            return Replayed(
+                measured, replays.forward_s(), [replays.optimizer_s(subset) for subset in subsets], replays.host_s()
+            )
     except Uncapturable:
         if stepper.optimizer is not None:
             bring_counts(stepper.optimizer, home=True)
