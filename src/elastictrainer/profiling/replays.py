@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -153,7 +154,10 @@ class Replays:
         stepper = self._stepper
         if self._whole and self._optimizer is not None:
             bring_counts(self._optimizer)
-        with self._recorder.listening() as heard:  # a warm-up; what waits for the device would break the recording
+        # A warm-up; what waits for the device would break the recording. Everything is trained first, and what is
+        # heard then is all there is to hear: listening passes every operation through Python.
+        listening = self._recorder.listening() if not self._steps else nullcontext[list[str]]([])
+        with listening as heard:
             stepper.gradients()
             if self._whole:
                 try:
