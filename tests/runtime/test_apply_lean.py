@@ -330,3 +330,39 @@ def test_an_input_as_large_as_the_weight_is_not_taken_for_it() -> None:
     plain.zero_grad()
     plain(x).sum().backward()
     assert torch.equal(model[0].bias.grad, plain[0].bias.grad)
+
+
+class Transposed(nn.LayerNorm):
+    """Over the channels of an image, as ConvNeXt's: a subclass that calls the function itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [nn.LayerNorm, Transposed])
+def test_a_layer_norm_whose_bias_alone_trains(
+    kind: type[nn.LayerNorm], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = kind(8, eps=0.01).to(device)
+    nn.init.normal_(layer.weight)
+    rows = (1 << 16) + 3 if device == "cuda" else 32
+    x = torch.randn(rows, 8, 1, 1, device=device) if kind is Transposed else torch.randn(rows, 8, device=device)
+    x.requires_grad_()
+    asked: list[bool] = []
+    if device == "cpu":  # as if it were a GPU with many rows
+
+        def many(x: Tensor, weight: Any, bias: Any) -> bool:
+            asked.append(not weight.requires_grad and bias.requires_grad)
+            return asked[-1]
+
+        monkeypatch.setattr(lean, "_fails_in_backward", many)
+    want = torch.autograd.grad(layer(x).square().sum(), [x, layer.bias])
+    with apply(layer, ["bias"]):
+        out = layer(x)
+        got = torch.autograd.grad(out.square().sum(), [x, layer.bias])
+        assert out.grad_fn.name() == "AddBackward0"
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+    if device == "cpu":
+        assert any(asked)

@@ -154,7 +154,9 @@ def _measure(
             forwards, optimizers = [forward_s], [optimizer_host]
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
         if stepper.cuda and replayed is None:
+            train(plans[1])  # the head: what a pass takes at least
             forwards.append(float(np.median([stepper.device_s(lambda: loss_fn(model, batch)) for _ in range(3)])))
+            train(plans[0])
             optimizers.append(_device_optimizer(stepper, graph, subsets))
         if stepper.cuda:
             memory = observe(stepper, traced, memory, plans[:4], train, Allocator(), recorded=replayed is not None)

@@ -10,6 +10,10 @@ check with blocks full of NaN, for every kind of convolution, layout and dtype.
 What there is not to gain: a linear layer saves its input only if its weight trains; layer norm and group norm need
 theirs for the gradient to the input; and below the deepest trained tensor autograd records nothing at all.
 
+One layer is kept from harm instead: on a GPU a layer norm whose bias trains while its weight rests fails in backward
+where its rows are many, since the bias's gradient is sized by the weight's (pytorch#193016, seen in torch 2.11). There
+the bias is added after the norm, to the same result.
+
 Costs about 10 microseconds a step for each layer at rest that passes a gradient on, and one for all others. Backward
 borrows the input's size while the layer's own kernel runs. Left out, as plain PyTorch: compiled code (the compiler
 decides there what is saved), `torch.func` transforms, devices other than CPU and CUDA, and on a GPU inputs so small
@@ -39,12 +43,12 @@ Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 def make_lean(model: nn.Module) -> None:
-    """Let every convolution and batch norm of the model decide at each call, by the flags of its tensors, what to save.
+    """Let every convolution and norm of the model decide at each call, by the flags of its tensors, what to save.
 
     A layer whose forward was replaced by other code is left as it is.
     """
     for module in model.modules():
-        if isinstance(module, (_ConvNd, _BatchNorm)):
+        if isinstance(module, (_ConvNd, _BatchNorm, nn.LayerNorm)):
             shadow(module, forward)
 
 
@@ -55,7 +59,7 @@ def make_plain(model: nn.Module) -> None:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the forward of a convolution or batch norm."""
+    """Stands in for the forward of a convolution, batch norm or layer norm."""
     kind = type(self)
     plain: Callable[..., Any] = kind.forward
     # Asked first: what follows must not be traced into compiled code. And `_parameters`, since this runs at every call
@@ -63,6 +67,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or not args:
         return plain(self, *args, **kwargs)
     weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+    if isinstance(self, nn.LayerNorm):
+        with _KnownCalls() if _fails_in_backward(args[0], weight, bias) else nullcontext():
+            return plain(self, *args, **kwargs)
     if not _saved_for_nothing(args[0], weight, bias) or not _hooks_allowed():
         return plain(self, *args, **kwargs)
     saving: AbstractContextManager[Any]
@@ -80,7 +87,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _KnownCalls(TorchFunctionMode):
-    """While it is on, `F.conv*` and `F.batch_norm` save as little as the plain layers do."""
+    """While it is on, `F.conv*` and `F.batch_norm` save as little as the plain layers do, and `F.layer_norm` works."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,6 +106,10 @@ class _KnownCalls(TorchFunctionMode):
             fixed = argument(1, "running_mean") is not None and not argument(5, "training")
             if fixed and _saved_for_nothing(argument(0, "input"), argument(3, "weight"), argument(4, "bias")):
                 saving = _norm_saving()
+        elif func is F.layer_norm:
+            x, weight, bias, eps = argument(0, "input"), argument(2, "weight"), argument(3, "bias"), argument(4, "eps")
+            if _fails_in_backward(x, weight, bias):
+                return func(x, argument(1, "normalized_shape"), weight, None, 1e-5 if eps is None else eps) + bias
         with saving:
             return func(*args, **kwargs)
 
@@ -131,6 +142,13 @@ def _saved_for_nothing(x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
     return x.is_cpu or (x.is_cuda and x.numel() * x.element_size() >= _worth_bytes(x.device))
 
 
+def _fails_in_backward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether a layer norm's backward would size its bias's gradient by the weight's, which there is none of."""
+    if bias is None or not bias.requires_grad or (weight is not None and weight.requires_grad):
+        return False
+    return x.is_cuda and x.numel() > _MANY_ROWS * bias.numel() and torch.is_grad_enabled()
+
+
 @functools.cache
 def _worth_bytes(device: torch.device) -> int:
     """The least worth 10 microseconds of a GPU's host, which is often the one who is late: 1/40,000 of its memory.
@@ -145,6 +163,7 @@ def _hooks_allowed() -> bool:
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 
+_MANY_ROWS = 1 << 16
 _CONVOLUTIONS = frozenset((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 _NORMS = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 _CONVOLUTION_CALLS = frozenset(
