@@ -277,7 +277,7 @@ def test_runs_agree_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_it_would_be_wrong_it_is_not_done(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "find_recorder", lambda device: Again())
     model = small_net()
-    assert fit(model, **options, feedback=False, profile=chain_profile(model)).graphs is None
+    assert fit(model, **options, profile=chain_profile(model)).graphs is None
     with pytest.raises(et.ProfileError, match="--no-graphs"):
         fit(small_net(), **options)
 
