@@ -42,7 +42,7 @@ def time_model(folder: Path, pages: dict[str, str]) -> str:
         "forward taken as a third of the step, branches flattened to a chain. The aim is a median of 3% and a 95th\n"
         "percentile of 8%.\n\n"
         "On a GPU steps are *replayed* (recorded once as a CUDA graph, as `et.fit` runs them) or *eager*. Eager steps\n"
-        "at batch 4 wait for their host, whose speed varies from step to step, on a rented virtual machine by more than\n"
+        "at batch 4 wait for their host, whose speed varies from step to step, on a rented machine by more than\n"
         "the aim: there what a plan costs is known no better than it can be repeated.\n\n"
     )
     if not summaries:
