@@ -285,11 +285,16 @@ class Adaptive(Elastic):
                     raise
                 self._go_on()  # there is no time left to find out what they cost now
                 return
-        affordable = int(PROBE_SHARE * self._left_s / self._prices.full_step_s)
+        draw = self.probe_batches
+        affordable = int(PROBE_SHARE * self._left_s / (draw.steps * self._prices.full_step_s))
         if before is not None and not affordable:
             self._go_on()
             return
-        scores = self._probe(data.peek(min(max(affordable, 1), self.probe_batches)))
+        count = min(max(affordable, 1), draw.count)
+        batches = data.peek(count * draw.ahead // draw.count)
+        if before is not None and len(batches) < draw.least:
+            return  # the pass is at its end; whatever is due is due again at the next one's start
+        scores = self._probe(batches)
         assert scores is not None, "the policy needs scores"
         try:
             stage = self._choose_stage(scores)

@@ -28,6 +28,7 @@ from elastictrainer.runtime.apply import Applied, apply, unwrap
 from elastictrainer.runtime.compilation import Compilations
 from elastictrainer.runtime.interval import SIMILAR, Interval, similarity
 from elastictrainer.runtime.lookahead import Lookahead
+from elastictrainer.runtime.probe_batches import GradientFrom, ProbeBatches
 from elastictrainer.runtime.ranks import from_first_rank, ranks
 from elastictrainer.runtime.steering import Steering
 from elastictrainer.runtime.untouched import untouched
@@ -64,6 +65,9 @@ class Elastic:
         pin: tensors that always train: `"head"`, names, patterns, or a test of the name.
         probe_batches: importance is measured on the next so many batches of the loader, which are then trained on as
             usual: none is lost or drawn twice. They are held in memory meanwhile.
+        gradient_from: where importance takes its gradient from: `"same"`, the batches that make the update; `"other"`,
+            as many that come after them, which are trained on as usual, too; or a loader of held-out data, from which
+            as many batches are drawn anew for every probe. See `docs/method/importance.md`.
         memory: a ceiling for what a step holds, as in `"800MiB"`.
         bn, resting_state: see `et.apply`.
         profile: a `Profile`, or the path of one; otherwise it is taken, or found in the folder `cache`.
@@ -75,7 +79,8 @@ class Elastic:
         around: opened around every decision; what measures the training (memory, say) can look away meanwhile.
 
     Costs: a profile once (100 full steps, or half a percent of the run where `total_steps` says how long it will be),
-    and at every re-plan `probe_batches` full steps, a few forward passes and some milliseconds of selection; in
+    and at every re-plan `probe_batches` full steps (twice that, unless the gradient is from the same batches), a few
+    forward passes and some milliseconds of selection; in
     between, a clock read a step. `stats` has the seconds of each.
     """
 
@@ -91,6 +96,7 @@ class Elastic:
         interval: str | float | Interval = 3,
         pin: Pin = "head",
         probe_batches: int = 6,
+        gradient_from: GradientFrom = "same",
         memory: str | int | None = None,
         bn: Literal["frozen", "track", "with_owner"] = "frozen",
         resting_state: Literal["keep", "drop", "offload"] = "keep",
@@ -105,14 +111,12 @@ class Elastic:
         on_plan: Callable[[dict[str, Any]], None] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        if probe_batches < 1:
-            raise ConfigError(f"probe_batches {probe_batches} must be at least 1")
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.policy = find_policy(policy)
         self.budget = Budget.parse(budget) if self.policy.within_budget else None
         self.importance = find_importance(self.policy.importance or importance or "elastic")
         self.interval = Interval.parse(interval)
-        self.pin, self.memory, self.probe_batches = pin, memory, probe_batches
+        self.pin, self.memory = pin, memory
         self.seed, self.scaler, self.cache, self.on_plan, self._around = seed, scaler, cache, on_plan, around
         self.profile: Profile | None = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
         self.plan: Plan | None = None
@@ -134,6 +138,8 @@ class Elastic:
         self._loaded = False
         self._paused_at: float | None = None
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
+        self.probe_batches = ProbeBatches(gradient_from, count=probe_batches, seed=seed, device=self._device)
+        self.probe_batches.check(self.importance if self.policy.needs_scores else None)
         self._clock = clock
         self._compilations = Compilations()
         self._steering = Steering(
@@ -277,10 +283,10 @@ class Elastic:
         """Probe on the batches that come next; plan anew unless the scores are much the same (`interval="auto"`)."""
         self._close_window()  # its steps were of the plan that stands, not of the one that comes
         with self.pause(), self._around():
-            batches = ahead.peek(self.probe_batches if self.policy.needs_scores else min(2, self.probe_batches))
-            if not batches:
+            draw, first, anew = self.probe_batches, self.plan is None, self._reprice
+            batches = ahead.peek(draw.ahead if self.policy.needs_scores else min(2, draw.count))
+            if not batches or (len(batches) < draw.least and not first):
                 return  # the loader is at its end; whatever is due is due again at the next epoch's start
-            first, anew = self.plan is None, self._reprice
             self._steering.saw_wait(ahead.typical_wait_s)
             if anew:
                 self.undo()
@@ -396,9 +402,10 @@ class Elastic:
             return None
         assert self.profile is not None
         with self._charge("probe"):
+            update, gradient = self.probe_batches.divided(batches, step=self.steps)
             try:
                 scores: Mapping[str, float] = self.importance.fn(
-                    self.model, self.optimizer, self.loss_fn, batches,
+                    self.model, self.optimizer, self.loss_fn, update, gradient_batches=gradient,
                     names=self.profile.names, scaler=self.scaler, seed=self.seed + 1_000_003 * len(self.history),
                 )  # fmt: skip
             except TrainingError as error:

@@ -31,6 +31,7 @@ from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
 from elastictrainer.runtime.feed import Feed
 from elastictrainer.runtime.losses import Losses
 from elastictrainer.runtime.meters import Meters
+from elastictrainer.runtime.probe_batches import check_source, source_of
 from elastictrainer.runtime.progress import Board, describe, make_progress
 from elastictrainer.runtime.prunetrain import PruneTrain
 from elastictrainer.runtime.ranks import ranks
@@ -79,6 +80,7 @@ class Run:
         settings.check(
             has_validation=val_loader is not None, has_folder=out is not None, steps_per_epoch=self.batches_per_epoch
         )
+        check_source(deciding, held_out=val_loader, steps_per_epoch=self.batches_per_epoch)
         self.config = {**config, **configuration(model, optimizer, train_loader, settings, deciding)}
         self.folder: RunFolder | None = None
         if out is not None:
@@ -162,6 +164,7 @@ class Run:
     def _make_elastic(self, deciding: dict[str, Any]) -> Elastic:
         total = None if self.batches_per_epoch is None else self.batches_per_epoch * self.settings.epochs
         options = dict(deciding)
+        options["gradient_from"] = source_of(options["gradient_from"], held_out=self.val_loader)
         asked, keep = Budget.parse(options.pop("budget")), options.pop("keep")
         adaptive = find_policy(options["policy"]) is ADAPTIVE
         if asked.kind == "seconds" and not adaptive:
