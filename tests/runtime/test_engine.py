@@ -339,7 +339,7 @@ def test_a_run_that_cannot_be_recorded_is_priced_anew(policy: str, monkeypatch: 
         taken.append(captured)
         return chain_profile(model)
 
-    monkeypatch.setattr("elastictrainer.runtime.controller.take_profile", take)
+    monkeypatch.setattr("elastictrainer.runtime.pricing.take_profile", take)
     result = fit(model, policy=policy)
     assert result.graphs["obstacle"] == "not permitted"
     assert taken == [False]

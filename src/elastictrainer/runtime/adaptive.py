@@ -196,8 +196,7 @@ class Adaptive(Elastic):
             for batch in data.batches(self.keeper if self.stage_is_kept else None):
                 # Counted when handed out: a state taken in the loop's body, after the step, is then up to date.
                 assert self.stage is not None
-                self.steps += 1
-                self._epoch_step += 1
+                self.place.step()
                 self._position = data.position
                 self.history[-1]["steps"] += 1
                 self._virtual_s += self.stage.step_s
@@ -209,8 +208,8 @@ class Adaptive(Elastic):
                     self.finished = self.elapsed_s >= self.allowed_s
                     if self.finished or self._stage_is_over():
                         break
-        self.epochs += 1
-        self._epoch_step, self._position = 0, None
+        self.place.end_epoch()
+        self._position = None
 
     def _stage_is_over(self) -> bool:
         if self.history[-1]["reason"] == "head" and not self._last:
