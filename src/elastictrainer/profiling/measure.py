@@ -31,7 +31,7 @@ from elastictrainer.runtime.apply import apply, unwrap
 from elastictrainer.runtime.capture import Recorder, find_recorder
 from elastictrainer.runtime.untouched import untouched
 
-__all__ = ["candidates_of", "profile"]
+__all__ = ["candidates_of", "profile", "uncompiled"]
 
 LEAST_EFFORT = 12
 BESIDES = 9  # steps that a profile takes beyond its effort
@@ -120,7 +120,7 @@ def _measure(
 ) -> Profile:
     start = time.perf_counter()
     here = torch.cuda.device_of(next(iter(candidates.values())))  # CUDA's clocks are the current device's
-    with here, _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
+    with here, uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
         if not graph.tensors:
@@ -193,7 +193,7 @@ def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:
         )
 
 
-def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, compiled parts run as what they were compiled from, as a compiled model does: they hide their nodes."""
     compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

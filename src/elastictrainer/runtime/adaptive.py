@@ -17,18 +17,26 @@ from elastictrainer.budget import Budget, format_seconds
 from elastictrainer.data.loader import Loader
 from elastictrainer.errors import BudgetError, DataError
 from elastictrainer.policies.adaptive import ADAPTIVE, Keeping, Stage, choose_stage, head_stage, worth
-from elastictrainer.profiling.measure import LEAST_EFFORT
+from elastictrainer.profiling.measure import BESIDES, LEAST_EFFORT
+from elastictrainer.profiling.profile import Profile
+from elastictrainer.profiling.sketch import is_sketch, least_profile_s, sketch
 from elastictrainer.profiling.trace import LossFn
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.ending import Ending
 from elastictrainer.runtime.keeper import Keeper
 from elastictrainer.runtime.kept import KeptType
 from elastictrainer.runtime.passes import Pass, pass_over
+from elastictrainer.runtime.ranks import ranks
 
 __all__ = ["Adaptive", "Keep"]
 
 PROFILE_SHARE = 0.5  # of a deadline at most goes into finding out what a step costs
 PROBE_SHARE = 0.1  # of the time left at most goes into a probe, whose batch costs about a full step
+SHORT_SHARE = 0.05  # of the budget: where a profile would take more, the run begins by a sketch, with the head
+LATER_SHARE = 0.2  # of the time left after that, at most, goes into the profile; else the head trains to the end
+LAUNCHED_STEP = (
+    4.0  # times what a replayed step takes, one may take that is launched piece by piece (ResNet50 on an H200)
+)
 HEAD_PASSES = 4.0
 HEAD_SHARE = 0.5  # of the budget at most goes into the features below the head
 RECHOOSE = 0.5  # of a stage's time has passed: look whether something else would be worth more by now
@@ -58,6 +66,7 @@ class Adaptive(Elastic):
     `allowed_s` is what training may take: a share of what `epochs` of full training would take on this machine, or, of
     a deadline, what the end of the run leaves (`ending`). It goes like this:
 
+        prices     a profile; where it would take over a twentieth of the budget, a sketch of one, and the profile later
         head       features below the output layer, once a view; that layer alone on them, for a few passes
         stages     probe, choose the stage of the largest expected worth (policies/adaptive.py), train on it;
                    half-way look again, and change if something else is expected to be worth a fifth more
@@ -233,14 +242,42 @@ class Adaptive(Elastic):
             self._begin_next(data)
 
     def _find_prices(self, data: Pass) -> None:
+        """A sketch of them where a profile would take too much of the budget, else a profile."""
+        if self._sketches_first:
+            with self._charge("profile"):
+                self.profile = sketch(
+                    self.model, self.loss_fn, data.peek(1)[0], optimizer=self.optimizer, bn=self._bn,
+                    captured=self.captured,
+                )  # fmt: skip
+            self._steering.profiled(self.profile, taken=True)
+        if not is_sketch(self.profile) or least_profile_s(self._sketched) <= SHORT_SHARE * self._left_s:
+            self._find_all_prices(data)
+        self._refuse_if_too_little()
+
+    @property
+    def _sketches_first(self) -> bool:
+        """Whether a profile might take more than its share, and there is something to be done without one."""
+        if self.profile is not None or self.cache is not None or self.memory is not None:
+            return False  # there is one, or may be, or what a step holds has to be known
+        if self.keeper is None or self._hopeless or self._deterministic or ranks() > 1:
+            return False
+        full_steps = self.run_epochs * self._steering.steps_per_epoch
+        launched = LAUNCHED_STEP if self.captured else 1.0
+        return self.deadline or (LEAST_EFFORT + BESIDES) * launched > SHORT_SHARE * self.asked.value * full_steps
+
+    @property
+    def _sketched(self) -> Profile:
+        assert self.profile is not None
+        return self.profile
+
+    def _find_all_prices(self, data: Pass) -> None:
         try:
-            self._price(data.peek(1)[0])
+            self._price(data.peek(1)[0], anew=is_sketch(self.profile))
         except BudgetError as error:
             least_s = math.ceil((error.least or 0.0) / PROFILE_SHARE + self._end_s)  # it says what it would take
             raise BudgetError(
                 f"budget {self.asked} leaves no time to train: {error}; try {format_seconds(least_s)}", least=least_s
             ) from error
-        self._refuse_if_too_little()
 
     def _refuse_if_too_little(self) -> None:
         """What has been used to find out what a step costs must leave time for the cheapest steps."""
@@ -276,6 +313,9 @@ class Adaptive(Elastic):
 
     def _begin_next(self, data: Pass) -> None:
         before = self.stage
+        if is_sketch(self.profile) and not self._find_prices_later(data):
+            self._go_on()
+            return
         if self._reprice:  # steps are not what they were priced as
             try:
                 self._price(data.peek(1)[0])
@@ -313,6 +353,23 @@ class Adaptive(Elastic):
         if stage.kept and not self.stage_is_kept:  # at these prices it would not have been chosen
             self._enter(self._choose_stage(scores, kept=False), data, reason="without features", until_s=self.allowed_s)
         self._rechosen = not first
+
+    def _find_prices_later(self, data: Pass) -> bool:
+        """After a beginning by a sketch: the profile, if it leaves most of the time to what is chosen by it."""
+        if self.stage is None:  # the head could not be trained on kept features: there is nothing else to go by
+            self._find_all_prices(data)
+            self._refuse_if_too_little()
+            return True
+        if least_profile_s(self._sketched) > LATER_SHARE * self._left_s:
+            return False
+        Elastic.undo(self)  # what was kept is kept on: the head may train to the end yet
+        try:
+            self._price(data.peek(1)[0], anew=True)
+        except BudgetError:
+            return False
+        finally:
+            self._stand()
+        return True
 
     @property
     def stage_is_kept(self) -> bool:

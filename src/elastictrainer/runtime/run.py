@@ -19,6 +19,7 @@ from elastictrainer.budget import Budget, format_seconds
 from elastictrainer.errors import BudgetError, CheckpointError
 from elastictrainer.policies import find_policy
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.profiling.sketch import is_sketch
 from elastictrainer.report import write_report
 from elastictrainer.runtime.adaptive import Adaptive
 from elastictrainer.runtime.apply import unwrap
@@ -425,7 +426,7 @@ class Run:
     def _on_plan(self, event: dict[str, Any]) -> None:
         if self.folder is not None:
             profile = self.elastic.profile
-            if profile is not None and profile is not self._kept_profile:
+            if profile is not None and profile is not self._kept_profile and not is_sketch(profile):
                 self.folder.write_text("profile.json", profile.to_json())
                 self._kept_profile = profile
             self.folder.log("plans.jsonl", event)
