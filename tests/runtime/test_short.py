@@ -14,6 +14,8 @@ from test_resume import Killed, kill_after
 from elastictrainer.errors import BudgetError
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime import adaptive, pricing
+from elastictrainer.runtime.features import Keep
+from elastictrainer.runtime.keeper import Keeper
 from elastictrainer.runtime.optimizers import make_optimizer
 
 STEP_S = 0.01  # of a full step, launch by launch
@@ -29,6 +31,7 @@ class Shop:
         self.prices = replace(whole.scaled(STEP_S / whole.full_step_s), context={})
         monkeypatch.setattr(adaptive, "sketch", self.sketch)
         monkeypatch.setattr(pricing, "take_profile", self.profile)
+        monkeypatch.setattr(Keeper, "read_s", lambda self, epoch: 0.0)  # it looks at a real clock
 
     def clock(self) -> float:
         self.now += STEP_S / 10
@@ -47,7 +50,7 @@ class Shop:
         return self.prices
 
     def fit(self, budget: str, out: Any = None, **options: Any) -> Any:
-        options = {"deterministic": False, "profile": None, "val_loader": None, **options}
+        options = {"deterministic": False, "profile": None, "val_loader": None, "lr": 0.01, **options}
         return fit(out, budget=budget, clock=self.clock, **options)
 
 
@@ -94,7 +97,7 @@ def test_replayed_steps_are_short_beside_a_profile() -> None:
     model = network()
     optimizer = make_optimizer("sgd", model.parameters(), lr=0.05)
     run = adaptive.Adaptive(
-        model, optimizer, loss_fn, budget="0.1x", epochs=500, loader=loader(), keep=adaptive.Keep()
+        model, optimizer, loss_fn, budget="0.1x", epochs=500, loader=loader(), keep=Keep()
     )  # fmt: skip
     run._steering.steps_per_epoch = 12
     assert not run._sketches_first
@@ -105,8 +108,15 @@ def test_replayed_steps_are_short_beside_a_profile() -> None:
 @pytest.mark.parametrize("options", [{"memory": "1GiB"}, {"deterministic": True}, {"keep": False}])
 def test_where_a_sketch_would_not_do_there_is_none(shop: Shop, options: dict[str, Any]) -> None:
     """A ceiling of memory and repeats bit by bit need the profile, and without kept features there is no cheap head."""
-    shop.fit("3s", lr=0.01, **options)
+    shop.fit("3s", **options)
     assert shop.asked == ["profile"]
+
+
+def test_where_the_head_cannot_be_trained_on_features_the_profile_comes_at_once(shop: Shop) -> None:
+    result = shop.fit("3s", keep_bytes=10)
+    assert shop.asked == ["sketch", "profile"]
+    assert "would pass the limit" in result.features["obstacle"]
+    assert next(plan["reason"] for plan in result.plans if plan["steps"]) != "head"
 
 
 def test_nothing_is_promised_below_the_sketch_itself(shop: Shop) -> None:

@@ -105,6 +105,7 @@ def is_sketch(profile: Profile | None) -> bool:
     return profile is not None and _KEY in profile.context
 
 
-def least_profile_s(profile: Profile) -> float:
-    """About how long a whole profile would take, of the least effort there is; its steps are launched one by one."""
+def least_profile_s(profile: Profile | None) -> float:
+    """About how long a whole profile would take, by the sketch: of the least effort, and launched step by step."""
+    assert profile is not None, "asked of a sketch only"
     return float(profile.context[_KEY] * (LEAST_EFFORT + BESIDES))

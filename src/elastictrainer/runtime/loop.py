@@ -15,9 +15,9 @@ from elastictrainer.budget import Budget, parse_bytes, parse_seconds
 from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.policies import Policy
 from elastictrainer.profiling.profile import Profile
-from elastictrainer.runtime.adaptive import Keep
 from elastictrainer.runtime.evaluate import Metric
 from elastictrainer.runtime.exhausted import is_out_of_memory
+from elastictrainer.runtime.features import Keep
 from elastictrainer.runtime.interval import Interval
 from elastictrainer.runtime.kept import KeptType
 from elastictrainer.runtime.result import Result
