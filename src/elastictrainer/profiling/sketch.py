@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -83,22 +84,30 @@ def sketch(
         geometry = [None] * len(graph.nodes)
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
 
-    reached = graph.reached(np.asarray(head, dtype=np.intp))
-    forward_s, count = min(forward_s, least.step_s), len(graph.nodes)
-    below = np.where(reached, 0.0, 1.0)
-    nothing = np.zeros(count), np.zeros(len(graph.tensors))
+    count = len(graph.nodes)
+    other_nodes = ~graph.reached(np.asarray(head, dtype=np.intp))
+    other_tensors = np.ones(len(graph.tensors), dtype=np.bool_)
+    other_tensors[list(head)] = False
+    # On a clock that is coarse beside a step the lesser may seem the greater.
+    least_s = min(least.step_s, full.step_s)
+    forward_s = min(forward_s, least_s)
     lane = Lane(
         name=next(iter(candidates.values())).device.type if replayed is None else "replay",
         forward_total_s=forward_s,
-        overhead_s=least.step_s - forward_s,
+        overhead_s=least_s - forward_s,
         forward_s=np.full(count, forward_s / count),
-        fused_s=max(full.step_s - least.step_s, 0.0) * below / max(float(below.sum()), 1.0),
-        pass_s=nothing[0],
-        dw_s=nothing[1],
-        opt_s=nothing[1],
+        fused_s=_spread(full.step_s - least_s, other_nodes),
+        pass_s=np.zeros(count),
+        # in a network of one operation, what trains besides the head can only be other tensors of it
+        dw_s=_spread(0.0 if other_nodes.any() else full.step_s - least_s, other_tensors),
+        opt_s=np.zeros(len(graph.tensors)),
     )
     context |= {_KEY: launched_s} | ({"captured": True} if replayed is not None else {})
     return Profile(graph=graph, lanes=(lane,), memory=memory, error=Residual(1.0, 1.0, 0), context=context)
+
+
+def _spread(seconds: float, over: NDArray[np.bool_]) -> NDArray[np.float64]:
+    return seconds * over / max(int(over.sum()), 1)
 
 
 def is_sketch(profile: Profile | None) -> bool:
