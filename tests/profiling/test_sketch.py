@@ -78,3 +78,4 @@ def test_of_replayed_steps(task, fails, monkeypatch):
     assert made.captured == (not fails)
     assert made.context.get("captured", False) == (not fails)
     assert made.full_step_s > 0
+    assert (least_profile_s(made) > 21 * made.context["launched_step_s"]) == (not fails)  # recordings take time, too

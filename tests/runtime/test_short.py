@@ -40,7 +40,7 @@ class Shop:
     def sketch(self, *args: Any, **options: Any) -> Profile:
         self.asked.append("sketch")
         self.now += SKETCH * STEP_S
-        return replace(self.prices, context={"launched_step_s": STEP_S})
+        return replace(self.prices, context={"launched_step_s": STEP_S, "recordings_s": 0.0})
 
     def profile(self, *args: Any, limit_s: float | None = None, **options: Any) -> Profile:
         if limit_s is not None and limit_s < LEAST_PROFILE * STEP_S:
@@ -68,7 +68,7 @@ def reasons(result: Any) -> list[str]:
     [
         (1000, ["sketch", "profile"], ["head", "stage"]),  # 21 steps are under 5%: at once, and the head by it
         (300, ["sketch", "profile"], ["head", "stage"]),  # 7%: the head first
-        (60, ["sketch"], ["head"]),  # after the head more than a fifth of what is left: the head to the end
+        (60, ["sketch"], ["head"]),  # after the head more than two fifths of what is left: the head to the end
     ],
 )
 def test_a_deadline_gets_the_prices_that_it_can_pay_for(

@@ -7,6 +7,7 @@ be planned with: the sketch states an error of 100%.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -33,7 +34,8 @@ from elastictrainer.runtime.untouched import untouched
 __all__ = ["is_sketch", "least_profile_s", "sketch"]
 
 ROUNDS = 2
-_KEY = "launched_step_s"
+_KEY, _RECORDINGS = "launched_step_s", "recordings_s"
+RECORDED = 3.0  # times as many recordings are made for a profile
 
 
 def sketch(
@@ -73,7 +75,9 @@ def sketch(
         stepper = Stepper(model, loss_fn, batch, optimizer, [candidates[name] for name in graph.names])
         stepper.step()  # everything gets its optimizer state, and the kernels their warm-up
         plans = [everything, head]
+        start = time.perf_counter()
         replayed = None if recorder is None else replay_plans(stepper, plans, train, [], recorder, rounds=1)
+        recordings_s = time.perf_counter() - start
         if replayed is None:
             (full, least), forward_s = run_plans(stepper, plans, train, rounds=ROUNDS)
             launched_s = full.step_s
@@ -102,7 +106,9 @@ def sketch(
         dw_s=_spread(0.0 if other_nodes.any() else full.step_s - least_s, other_tensors),
         opt_s=np.zeros(len(graph.tensors)),
     )
-    context |= {_KEY: launched_s} | ({"captured": True} if replayed is not None else {})
+    context |= {_KEY: launched_s, _RECORDINGS: recordings_s if replayed is not None else 0.0} | (
+        {"captured": True} if replayed is not None else {}
+    )
     return Profile(graph=graph, lanes=(lane,), memory=memory, error=Residual(1.0, 1.0, 0), context=context)
 
 
@@ -115,6 +121,7 @@ def is_sketch(profile: Profile | None) -> bool:
 
 
 def least_profile_s(profile: Profile | None) -> float:
-    """About how long a whole profile would take, by the sketch: of the least effort, and launched step by step."""
+    """About how long a whole profile would take, by the sketch: of the least effort, launched step by step, and of
+    steps that are replayed the recordings, too."""
     assert profile is not None, "asked of a sketch only"
-    return float(profile.context[_KEY] * (LEAST_EFFORT + BESIDES))
+    return float(profile.context[_KEY] * (LEAST_EFFORT + BESIDES) + RECORDED * profile.context[_RECORDINGS])

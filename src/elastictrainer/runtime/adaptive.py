@@ -28,7 +28,7 @@ __all__ = ["Adaptive"]
 PROFILE_SHARE = 0.5  # of a deadline at most goes into finding out what a step costs
 PROBE_SHARE = 0.1  # of the time left at most goes into a probe, whose batch costs about a full step
 SHORT_SHARE = 0.05  # of the budget: where a profile would take more, the run begins by a sketch, with the head
-LATER_SHARE = 0.2  # of the time left after that, at most, goes into the profile; else the head trains to the end
+LATER_SHARE = 0.4  # of the time left after that, at most, goes into the profile; else the head trains to the end
 LAUNCHED_STEP = (
     4.0  # times what a replayed step takes, one may take that is launched piece by piece (ResNet50 on an H200)
 )
