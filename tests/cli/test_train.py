@@ -127,6 +127,17 @@ def test_how_images_are_varied_and_divided_can_be_said(
         assert wrong[0] in complaint
 
 
+def test_importance_can_take_its_gradient_from_validation_images(main: Run, options: list[Any], tmp_path: Path) -> None:
+    asked = [*options, "--epochs", 1, "--gradient-from"]
+    code, printed, complaint = main(*asked, "held-out", "--out", tmp_path / "run", "--json")
+    assert code == 0, complaint
+    assert json.loads(printed)["config"]["gradient_from"] == "held_out"
+    code, _, complaint = main(*asked, "elsewhere")
+    assert (code, "--gradient-from" in complaint) == (2, True)
+    code, _, complaint = main(*asked, "other", "--importance", "random")
+    assert (code, complaint.count("\n"), "takes no gradient" in complaint) == (2, 1, True)
+
+
 def test_resume_needs_a_folder(main: Run, options: list[Any]) -> None:
     code, _, complaint = main(*options, "--resume")
     assert code == 2

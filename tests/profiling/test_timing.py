@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 import elastictrainer as et
-from elastictrainer.profiling import steps, timing
+from elastictrainer.profiling import measure, steps, timing
 from tests.zoo import ZOO
 
 
@@ -68,9 +69,8 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-@pytest.mark.parametrize("kind", ["residual", "lstm", "tied text", "checkpointed"])
-def test_the_whole_path_of_cuda_on_a_pretended_device(kind, monkeypatch):
-    """Both lanes, events, sleeps and the allocator, in their order: what a machine without a GPU can check of it."""
+def pretend(kind, monkeypatch):
+    """A model of the zoo on a device that is not there, and the kernels that it was put to sleep by."""
     torch.manual_seed(0)
     model, batch, loss_fn = ZOO[kind]()
     for module in model.modules():
@@ -85,6 +85,46 @@ def test_the_whole_path_of_cuda_on_a_pretended_device(kind, monkeypatch):
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    return model, batch, loss_fn, slept
+
+
+class Recorder:
+    """Of a device that does everything at once: what is replayed is done again."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+
+    @contextmanager
+    def listening(self):
+        yield [self.fails] if self.fails else []
+
+    def record(self, step):
+        step()
+        return step
+
+
+@pytest.mark.parametrize(("fails", "lanes"), [("", ["device"]), ("not permitted", ["device", "launch"])])
+def test_launches_are_timed_only_where_steps_are_launched(fails, lanes, monkeypatch):
+    """Replayed steps wait for no launch, and timing them is a third of a profile; they are where recording fails."""
+    model, batch, loss_fn, slept = pretend("residual", monkeypatch)
+    timed = []
+    real = timing._time_backward
+    monkeypatch.setattr(
+        timing, "_time_backward", lambda *args, lane, **more: (timed.append(lane), real(*args, lane=lane, **more))[1]
+    )
+    monkeypatch.setattr(measure, "find_recorder", lambda device: Recorder(fails))
+    profile = et.profile(model, loss_fn, batch, effort=12, captured=True)
+    assert list(dict.fromkeys(timed)) == lanes
+    assert profile.captured == (not fails)
+    assert [lane.name for lane in profile.lanes] == ["launch", "device" if fails else "replay"]
+    assert max(slept) / 2e9 > 0.005  # by its own passes the device lane knows how long issuing takes
+    assert et.Profile.from_json(profile.to_json()).captured == profile.captured
+
+
+@pytest.mark.parametrize("kind", ["residual", "lstm", "tied text", "checkpointed"])
+def test_the_whole_path_of_cuda_on_a_pretended_device(kind, monkeypatch):
+    """Both lanes, events, sleeps and the allocator, in their order: what a machine without a GPU can check of it."""
+    model, batch, loss_fn, slept = pretend(kind, monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     profile = et.profile(model, loss_fn, batch, optimizer=optimizer, effort=30)

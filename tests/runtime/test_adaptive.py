@@ -124,7 +124,15 @@ class Killed(BaseException):
     """Stands for SIGKILL inside the process: nothing handles it."""
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_bytes": 10, "keep_disk": "1GiB"}, {"optimizer": "adamw", "lr": 0.01}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"keep_bytes": 10, "keep_disk": "1GiB"},
+        {"optimizer": "adamw", "lr": 0.01},
+        {"gradient_from": "held_out"},
+    ],
+)
 def test_killed_every_few_steps_it_ends_bit_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -274,6 +282,20 @@ def test_a_prefix_in_bf16_is_as_far_off_as_bf16_is() -> None:
     assert losses["bf16"] != losses[None]
     assert losses["bf16"] == pytest.approx(losses[None], rel=0.05)
     assert fit(budget="0.5x", keep_with="bf16").features["hits"] > 0
+
+
+@pytest.mark.parametrize("source", ["other", "held_out"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_gradient_may_come_from_elsewhere(tmp_path: Path, source: Any, ours: bool) -> None:
+    data = loader() if ours else [tuple(batch[:2]) for batch in loader()]
+    plain, other = (fit(tmp_path / of, budget="0.5x", data=data, gradient_from=of) for of in ("same", source))
+    assert other.config["gradient_from"] == source
+    assert other.predicted_ratio == pytest.approx(plain.predicted_ratio, abs=0.05)
+    scores = []
+    for run in ("same", source):
+        plans = [json.loads(line) for line in (tmp_path / run / "plans.jsonl").read_text().splitlines()]
+        scores.append(next(plan["scores"] for plan in plans if plan["reason"] == "stage"))
+    assert scores[0] != scores[1]
 
 
 # -- little time -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import nn
 from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, DataError, ProfileError, TrainingError
 from elastictrainer.profiling.cache import describe
 from elastictrainer.profiling.profile import Profile
-from elastictrainer.runtime import controller
+from elastictrainer.runtime import pricing
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.interval import Interval, similarity
 from elastictrainer.runtime.optimizers import make_optimizer
@@ -147,7 +147,7 @@ def test_drift_beyond_the_stated_error_brings_a_new_profile(monkeypatch: pytest.
         taken.append(truth)
         return truth
 
-    monkeypatch.setattr(controller, "take_profile", profile)
+    monkeypatch.setattr(pricing, "take_profile", profile)
     elastic, _ = make(machine, model=model, profile=stale, budget="0.6x")
     train(elastic, machine, epochs=9, data=batches(60))
     assert len(taken) == 1
@@ -206,7 +206,7 @@ def test_a_loop_that_does_more_than_its_step_is_not_profiled_for_ever(monkeypatc
         taken.append(1)
         return truth
 
-    monkeypatch.setattr(controller, "take_profile", profile)
+    monkeypatch.setattr(pricing, "take_profile", profile)
     elastic, _ = make(machine, model=model, profile=truth, budget="0.9x")
     train(elastic, machine, epochs=6, data=batches(60))
     assert len(taken) <= 2

@@ -22,7 +22,7 @@ from elastictrainer.profiling import measure
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.profiling.replays import Replays
 from elastictrainer.profiling.steps import Stepper
-from elastictrainer.runtime import run
+from elastictrainer.runtime import assembly
 from elastictrainer.runtime.capture import CudaRecorder, Uncapturable, brief_collections
 from elastictrainer.runtime.engine import KINDS, MANY, WARM, Eager, Replayed
 from elastictrainer.runtime.optimizers import make_optimizer
@@ -260,7 +260,7 @@ def test_runs_agree_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = small_net(dropout=0.2), small_net(dropout=0.2)
     plain = fit(theirs, graphs=False, profile=chain_profile(theirs))
     recorder = Again()
-    monkeypatch.setattr(run, "find_recorder", lambda device: recorder)
+    monkeypatch.setattr(assembly, "find_recorder", lambda device: recorder)
     result = fit(mine)
     assert result.loss["per_epoch"] == pytest.approx(plain.loss["per_epoch"], rel=1e-4)
     agree(mine, theirs)
@@ -275,7 +275,7 @@ def test_runs_agree_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["deterministic", "accumulate", "off"],
 )
 def test_where_it_would_be_wrong_it_is_not_done(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "find_recorder", lambda device: Again())
+    monkeypatch.setattr(assembly, "find_recorder", lambda device: Again())
     model = small_net()
     assert fit(model, **options, profile=chain_profile(model)).graphs is None
     with pytest.raises(et.ProfileError, match="--no-graphs"):
@@ -286,7 +286,7 @@ def test_a_network_that_shrinks_is_not_recorded(monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("torch_pruning")
     import adaptive_support as images
 
-    monkeypatch.setattr(run, "find_recorder", lambda device: Again())
+    monkeypatch.setattr(assembly, "find_recorder", lambda device: Again())
     model = images.network()
     result = et.fit(
         model, sgd(model), images.loss_fn, images.loader(16), epochs=1, policy="prunetrain",
@@ -297,7 +297,7 @@ def test_a_network_that_shrinks_is_not_recorded(monkeypatch: pytest.MonkeyPatch)
 
 def test_prices_of_other_steps_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile from elsewhere is of steps as ever: then they are made so."""
-    monkeypatch.setattr(run, "find_recorder", lambda device: Again())
+    monkeypatch.setattr(assembly, "find_recorder", lambda device: Again())
     model = small_net()
     graphs = fit(model, profile=chain_profile(model)).graphs
     assert graphs["recorded"] == graphs["replayed"] == 0
@@ -320,7 +320,7 @@ def test_kept_features_go_into_the_recording(monkeypatch: pytest.MonkeyPatch) ->
     mine, theirs = images.network(), images.network()
     plain = adapt(theirs, images.profile())
     recorder = Again()
-    monkeypatch.setattr(run, "find_recorder", lambda device: recorder)
+    monkeypatch.setattr(assembly, "find_recorder", lambda device: recorder)
     result = adapt(mine, captured(images.profile()))
     assert result.features["hits"] > 0
     assert result.graphs["replayed"] > result.steps / 2
@@ -331,7 +331,7 @@ def test_kept_features_go_into_the_recording(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("policy", ["full", "elastic"])
 def test_a_run_that_cannot_be_recorded_is_priced_anew(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "find_recorder", lambda device: Again(fails="not permitted"))
+    monkeypatch.setattr(assembly, "find_recorder", lambda device: Again(fails="not permitted"))
     model = small_net()
     taken: list[bool] = []
 
@@ -339,7 +339,7 @@ def test_a_run_that_cannot_be_recorded_is_priced_anew(policy: str, monkeypatch: 
         taken.append(captured)
         return chain_profile(model)
 
-    monkeypatch.setattr("elastictrainer.runtime.controller.take_profile", take)
+    monkeypatch.setattr("elastictrainer.runtime.pricing.take_profile", take)
     result = fit(model, policy=policy)
     assert result.graphs["obstacle"] == "not permitted"
     assert taken == [False]

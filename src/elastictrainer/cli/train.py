@@ -58,6 +58,14 @@ EarlyStop = Annotated[
 ProbeBatches = Annotated[
     int, typer.Option("--probe-batches", min=1, help="Batches that importance is measured on.", rich_help_panel=_PLAN)
 ]
+GradientFrom = Annotated[
+    Literal["same", "other", "held-out"],
+    typer.Option(
+        "--gradient-from",
+        help="Importance's gradient: of the batches that make the update, of other ones, or of validation images.",
+        rich_help_panel=_PLAN,
+    ),
+]
 RestingState = Annotated[
     Literal["keep", "drop", "offload"],
     typer.Option("--resting-state", help="Optimizer state of tensors that rest.", rich_help_panel=_PLAN),
@@ -146,6 +154,7 @@ def train(
     memory: options.Memory = None,
     pin: options.Pin = None,
     probe_batches: ProbeBatches = 6,
+    gradient_from: GradientFrom = "same",
     bn: options.Norms = None,
     resting_state: RestingState = "keep",
     profile: options.ProfileFile = None,
@@ -208,6 +217,7 @@ def train(
         interval=interval,
         pin=tuple(pin) if pin else "head",
         probe_batches=probe_batches,
+        gradient_from="held_out" if gradient_from == "held-out" else gradient_from,
         memory=memory,
         bn=bn or work.norms,
         resting_state=resting_state,

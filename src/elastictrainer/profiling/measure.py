@@ -31,7 +31,7 @@ from elastictrainer.runtime.apply import apply, unwrap
 from elastictrainer.runtime.capture import Recorder, find_recorder
 from elastictrainer.runtime.untouched import untouched
 
-__all__ = ["candidates_of", "profile"]
+__all__ = ["candidates_of", "profile", "uncompiled"]
 
 LEAST_EFFORT = 12
 BESIDES = 9  # steps that a profile takes beyond its effort
@@ -120,7 +120,7 @@ def _measure(
 ) -> Profile:
     start = time.perf_counter()
     here = torch.cuda.device_of(next(iter(candidates.values())))  # CUDA's clocks are the current device's
-    with here, _uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
+    with here, uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
         if not graph.tensors:
@@ -134,7 +134,8 @@ def _measure(
 
         train(range(len(graph.tensors)))
         repeats = max(1, min(5, effort // 20))
-        parts, geometry = time_parts(model, loss_fn, batch, traced, parameters, repeats=repeats)
+        clocks = None if recorder is None else ("device",)  # launches are timed if it comes to launching
+        parts, geometry = time_parts(model, loss_fn, batch, traced, parameters, repeats=repeats, lanes=clocks)
         step_s = (time.perf_counter() - start) / (2 * (repeats + 1) + 1)
         _refuse_if_too_long(step_s * (effort + BESIDES), limit_s)
         live = traced.locate(forward(model, loss_fn, batch))
@@ -145,11 +146,17 @@ def _measure(
         plans = calibration_plans(graph, 12 if effort >= 60 else 8 if effort >= 30 else 5, seed=seed)
         stepper.step()  # everything gets its optimizer state, and the kernels their warm-up
         subsets = [plans[0], plans[0][: len(plans[0]) // 2] or plans[0], plans[1]]
-        optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
         steps, warmup = (2, 1) if stepper.cuda else (1, 0)
         rounds = max(1, min(8, round((effort - 15) / (0.7 * (steps + warmup) * len(plans)))))  # a plan is 0.7 steps
         replayed = None if recorder is None else replay_plans(stepper, plans, train, subsets, recorder, rounds=rounds)
         if replayed is None:
+            if recorder is not None and stepper.cuda:
+                train(plans[0])
+                launches, _ = time_parts(
+                    model, loss_fn, batch, traced, parameters, repeats=repeats, lanes=("launch",)
+                )  # fmt: skip
+                parts = (*launches, *parts)
+            optimizer_host = fit_optimizer(graph, subsets, [stepper.optimizer_s(s) for s in subsets])
             measured, forward_s = run_plans(stepper, plans, train, rounds=rounds, steps=steps, warmup=1 - warmup)
             forwards, optimizers = [forward_s], [optimizer_host]
         memory = weigh(model, loss_fn, batch, traced, geometry=geometry, state_bytes=stepper.state_bytes(), train=train)
@@ -188,7 +195,7 @@ def _refuse_if_too_long(whole_s: float, limit_s: float | None) -> None:
         )
 
 
-def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, compiled parts run as what they were compiled from, as a compiled model does: they hide their nodes."""
     compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -20,7 +20,8 @@ from elastictrainer.runtime.recorded_step import as_recorded, bring_counts, rate
 
 __all__ = ["Replayed", "Replays", "launching", "replay_plans"]
 
-REPEATS = 8  # each is short, and recording it was dear
+REPEATS, ROUNDS = 8, 2  # replays at once, at most: each is short and much like the last, and recording it was dear
+_TIMED_S = 0.02  # long enough for the clock and for the launch of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,11 @@ def replay_plans(
     try:
         # A replay of its own begins each measurement: no round has to be dropped.
         with brief_collections():
-            measured, _ = run_plans(replays, plans, replays.train, rounds=rounds, steps=REPEATS, warmup=0)
+            replays.train(plans[0])
+            steps = min(max(round(_TIMED_S / max(replays.timed().step_s, 1e-9)), 2), REPEATS)
+            measured, _ = run_plans(
+                replays, plans, replays.train, rounds=min(rounds, ROUNDS), steps=steps, warmup=0
+            )  # fmt: skip
             train(plans[1])  # the head: what a pass takes at least, since a price list is a sum of what comes on top
             forward_s = replays.forward_s()
             train(plans[0])

@@ -103,18 +103,21 @@ def time_parts(
     *,
     repeats: int,
     warmup: int = 1,
+    lanes: Sequence[str] | None = None,
 ) -> tuple[tuple[PartTimes, ...], tuple[Any, ...]]:
     """Time every part in place; also returns the geometry of the gradients each operation receives, for `split_alone`.
+
+    `lanes`: on CUDA, those that are wanted; both by default. Where steps are replayed nobody waits for the launches.
 
     Costs `2 * (repeats + warmup)` steps a lane and one more forward pass. `parameters` stand in the graph's order.
     """
     device = parameters[0].device
     sinks = [parameters[k] for k in deepest(trace)]
     geometry: list[Any] = [None] * len(trace.graph.nodes)
-    lanes = []
-    host_s = 0.0  # to issue one instrumented pass; the launch lane finds it out for the device lane
+    timed: list[PartTimes] = []
+    host_s = 0.0  # to issue one instrumented pass, which the device lane has to sleep through
     now = time.perf_counter if device.type == "cuda" else clock_of(device)
-    for lane in ("launch", "device") if device.type == "cuda" else (device.type,):
+    for lane in (lanes or _CUDA) if device.type == "cuda" else (device.type,):
         samples: dict[str, list[tuple[Floats, Floats]]] = {"all": [], "passing": []}
         # events are exact, and every pass behind a sleep costs as much as two
         for repeat in range(warmup + (min(repeats, 3) if lane == "device" else repeats)):
@@ -125,15 +128,16 @@ def time_parts(
                 *result, issued_s = _time_backward(
                     live, inputs or list(parameters), lane=lane, now=now, geometry=seen, host_s=host_s
                 )
+                # Told by the launch lane; where it is not timed, by the passes before, of which the first warm up.
+                if which == "all" and (repeat >= warmup if lane == "launch" else not timed):
+                    host_s = max(host_s, issued_s) if lane == "launch" else issued_s
                 if repeat >= warmup:
-                    if lane == "launch" and which == "all":
-                        host_s = max(host_s, issued_s)
                     samples[which].append((result[0], result[1]))
                 for parameter in parameters:
                     parameter.grad = None
                 del loss, live
         median = {which: [np.median(np.stack(rows), axis=0) for rows in zip(*runs)] for which, runs in samples.items()}
-        lanes.append(
+        timed.append(
             PartTimes(
                 lane=lane,
                 all_s=median["all"][0],
@@ -142,7 +146,7 @@ def time_parts(
                 forward_s=_time_forward(model, loss_fn, batch, trace, weight_s=median["all"][0], lane=lane, now=now),
             )
         )
-    return tuple(lanes), tuple(geometry)
+    return tuple(timed), tuple(geometry)
 
 
 def _time_backward(

@@ -6,50 +6,37 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget, format_seconds
-from elastictrainer.data.loader import Loader
 from elastictrainer.errors import BudgetError, DataError
-from elastictrainer.policies.adaptive import ADAPTIVE, Keeping, Stage, choose_stage, head_stage, worth
-from elastictrainer.profiling.measure import LEAST_EFFORT
+from elastictrainer.policies.adaptive import ADAPTIVE, Stage, choose_stage, head_stage, worth
+from elastictrainer.profiling.measure import BESIDES, LEAST_EFFORT
+from elastictrainer.profiling.sketch import is_sketch, least_profile_s, sketch
 from elastictrainer.profiling.trace import LossFn
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.ending import Ending
-from elastictrainer.runtime.keeper import Keeper
-from elastictrainer.runtime.kept import KeptType
+from elastictrainer.runtime.features import Features, Keep
 from elastictrainer.runtime.passes import Pass, pass_over
+from elastictrainer.runtime.ranks import ranks
 
-__all__ = ["Adaptive", "Keep"]
+__all__ = ["Adaptive"]
 
 PROFILE_SHARE = 0.5  # of a deadline at most goes into finding out what a step costs
 PROBE_SHARE = 0.1  # of the time left at most goes into a probe, whose batch costs about a full step
+SHORT_SHARE = 0.05  # of the budget: where a profile would take more, the run begins by a sketch, with the head
+LATER_SHARE = 0.4  # of the time left after that, at most, goes into the profile; else the head trains to the end
+LAUNCHED_STEP = (
+    4.0  # times what a replayed step takes, one may take that is launched piece by piece (ResNet50 on an H200)
+)
 HEAD_PASSES = 4.0
-HEAD_SHARE = 0.5  # of the budget at most goes into the features below the head
+HEAD_SHARE = 0.5  # of the time left at most goes into the head
 RECHOOSE = 0.5  # of a stage's time has passed: look whether something else would be worth more by now
 BETTER = 1.2  # times as much worth is expected of another stage before the one that stands is left for it
 WAITING_STEPS = 20  # between two looks at the clock, where looking means waiting for a device
-REBUILD = 0.7  # what the prefix alone is taken to cost beside its part of a training step, until it has been timed
-TRIED_GROUPS = 4  # groups of images from which that is learned
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """How features are kept: `views` of each image, as `dtype`, up to `memory_bytes` in memory, beyond that up to
-    `disk_bytes` in a file in `folder`. `precision="bf16"` computes them under autocast. `allowed=False` keeps none."""
-
-    views: int = 2
-    memory_bytes: int = 2 << 30
-    disk_bytes: int | None = None
-    dtype: KeptType = "float16"
-    precision: Literal["bf16"] | None = None
-    allowed: bool = True
-    folder: Path | None = None
 
 
 class Adaptive(Elastic):
@@ -58,6 +45,7 @@ class Adaptive(Elastic):
     `allowed_s` is what training may take: a share of what `epochs` of full training would take on this machine, or, of
     a deadline, what the end of the run leaves (`ending`). It goes like this:
 
+        prices     a profile; where it would take over a twentieth of the budget, a sketch of one, and the profile later
         head       features below the output layer, once a view; that layer alone on them, for a few passes
         stages     probe, choose the stage of the largest expected worth (policies/adaptive.py), train on it;
                    half-way look again, and change if something else is expected to be worth a fifth more
@@ -95,19 +83,12 @@ class Adaptive(Elastic):
         self.overhead_s["features"] = 0.0
         self.stage: Stage | None = None
         self.finished = False
-        self.keeper: Keeper | None = None
-        # Statistics that move with every batch make no two passes of a prefix alike.
-        if keep.allowed and isinstance(loader, Loader) and options.get("bn", "frozen") != "track":
-            self.keeper = Keeper(
-                model, loss_fn, loader,
-                views=keep.views, memory_bytes=keep.memory_bytes, disk_bytes=keep.disk_bytes, dtype=keep.dtype,
-                folder=keep.folder, precision=keep.precision,
-            )  # fmt: skip
+        self.features = Features(
+            keep, model, loss_fn, loader, bn=options.get("bn", "frozen"), deterministic=deterministic
+        )
         self._ending, self._deterministic = ending, deterministic
         self._began = clock() if began is None else began
         self._before_s, self._paused_s, self._virtual_s = 0.0, 0.0, 0.0
-        self._rebuild = REBUILD
-        self._groups: int | None = None
         self._stage_from_s = self._stage_until_s = 0.0
         self._rechosen = self._last = False
         self._position: int | None = None
@@ -159,11 +140,11 @@ class Adaptive(Elastic):
 
     def inputs(self, batch: Any) -> Any:
         """All that a batch's loss is a function of: what was kept of it, too."""
-        return (batch, ()) if self.keeper is None else self.keeper.inputs(batch)
+        return self.features.inputs(batch)
 
     def loss_of(self, model: nn.Module, inputs: Any) -> Tensor:
         """The loss to train by, of what `inputs` gave."""
-        return self.loss_fn(model, inputs[0]) if self.keeper is None else self.keeper.loss_of(model, inputs)
+        return self.features.loss_of(model, inputs)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -172,7 +153,7 @@ class Adaptive(Elastic):
 
     @property
     def standing(self) -> Hashable:
-        return super().standing, self.keeper.standing if self.keeper is not None else None
+        return super().standing, self.features.standing
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """The batches of one pass over the data, or as many as there is time for.
@@ -193,11 +174,10 @@ class Adaptive(Elastic):
             self._fill()
         while data.more and not self.finished:
             self._decide(data)
-            for batch in data.batches(self.keeper if self.stage_is_kept else None):
+            for batch in data.batches(self.features.keeper if self.stage_is_kept else None):
                 # Counted when handed out: a state taken in the loop's body, after the step, is then up to date.
                 assert self.stage is not None
-                self.steps += 1
-                self._epoch_step += 1
+                self.place.step()
                 self._position = data.position
                 self.history[-1]["steps"] += 1
                 self._virtual_s += self.stage.step_s
@@ -209,8 +189,8 @@ class Adaptive(Elastic):
                     self.finished = self.elapsed_s >= self.allowed_s
                     if self.finished or self._stage_is_over():
                         break
-        self.epochs += 1
-        self._epoch_step, self._position = 0, None
+        self.place.end_epoch()
+        self._position = None
 
     def _stage_is_over(self) -> bool:
         if self.history[-1]["reason"] == "head" and not self._last:
@@ -234,14 +214,37 @@ class Adaptive(Elastic):
             self._begin_next(data)
 
     def _find_prices(self, data: Pass) -> None:
+        """A sketch of them where a profile would take too much of the budget, else a profile."""
+        if self._sketches_first:
+            with self._charge("profile"):
+                self.profile = sketch(
+                    self.model, self.loss_fn, data.peek(1)[0], optimizer=self.optimizer, bn=self._bn,
+                    captured=self.captured,
+                )  # fmt: skip
+            self._steering.profiled(self.profile, taken=True)
+        if not is_sketch(self.profile) or least_profile_s(self.profile) <= SHORT_SHARE * self._left_s:
+            self._find_all_prices(data)
+        self._refuse_if_too_little()
+
+    @property
+    def _sketches_first(self) -> bool:
+        """Whether a profile might take more than its share, and there is something to be done without one."""
+        if self.profile is not None or self.cache is not None or self.memory is not None:
+            return False  # there is one, or may be, or what a step holds has to be known
+        if not self.features.possible or self._deterministic or ranks() > 1:
+            return False
+        full_steps = self.run_epochs * self._steering.steps_per_epoch
+        launched = LAUNCHED_STEP if self.captured else 1.0
+        return self.deadline or (LEAST_EFFORT + BESIDES) * launched > SHORT_SHARE * self.asked.value * full_steps
+
+    def _find_all_prices(self, data: Pass) -> None:
         try:
-            self._price(data.peek(1)[0])
+            self._price(data.peek(1)[0], anew=is_sketch(self.profile))
         except BudgetError as error:
             least_s = math.ceil((error.least or 0.0) / PROFILE_SHARE + self._end_s)  # it says what it would take
             raise BudgetError(
                 f"budget {self.asked} leaves no time to train: {error}; try {format_seconds(least_s)}", least=least_s
             ) from error
-        self._refuse_if_too_little()
 
     def _refuse_if_too_little(self) -> None:
         """What has been used to find out what a step costs must leave time for the cheapest steps."""
@@ -250,9 +253,9 @@ class Adaptive(Elastic):
         if self.elapsed_s + 10 * floor_s < self.allowed_s:
             return
         least_s = 2 * (self.elapsed_s + 10 * floor_s) + (self._end_s if self.deadline else 0.0)
-        least = least_s if self.deadline else least_s / self.reference_s
+        least = math.ceil(least_s) if self.deadline else least_s / self.reference_s
         if self.deadline:
-            advice = f"try {format_seconds(math.ceil(least_s))}"
+            advice = f"try {format_seconds(least)}"
         elif least <= 1:
             advice = f"try {math.ceil(least * 1e3) / 1e3:g}x"
         else:
@@ -265,10 +268,10 @@ class Adaptive(Elastic):
 
     def _begin_head(self, data: Pass) -> bool:
         """The output layer on kept features, if this model and loader let features be kept."""
-        if self.keeper is None:
+        if self.features.keeper is None:
             return False
         assert self.profile is not None
-        stage = head_stage(self._prices, self._keeping, pin=self.pin, memory=self.memory, passes=HEAD_PASSES)
+        stage = head_stage(self._prices, self.features.keeping, pin=self.pin, memory=self.memory, passes=HEAD_PASSES)
         self._enter(stage, data, reason="head", until_s=self.elapsed_s + HEAD_SHARE * self._left_s)
         if self.stage_is_kept:
             return True
@@ -277,6 +280,9 @@ class Adaptive(Elastic):
 
     def _begin_next(self, data: Pass) -> None:
         before = self.stage
+        if is_sketch(self.profile) and not self._find_prices_later(data):
+            self._go_on()
+            return
         if self._reprice:  # steps are not what they were priced as
             try:
                 self._price(data.peek(1)[0])
@@ -285,11 +291,16 @@ class Adaptive(Elastic):
                     raise
                 self._go_on()  # there is no time left to find out what they cost now
                 return
-        affordable = int(PROBE_SHARE * self._left_s / self._prices.full_step_s)
+        draw = self.probe_batches
+        affordable = int(PROBE_SHARE * self._left_s / (draw.steps * self._prices.full_step_s))
         if before is not None and not affordable:
             self._go_on()
             return
-        scores = self._probe(data.peek(min(max(affordable, 1), self.probe_batches)))
+        count = min(max(affordable, 1), draw.count)
+        batches = data.peek(count * draw.ahead // draw.count)
+        if before is not None and len(batches) < draw.least:
+            return  # the pass is at its end; whatever is due is due again at the next one's start
+        scores = self._probe(batches)
         assert scores is not None, "the policy needs scores"
         try:
             stage = self._choose_stage(scores)
@@ -310,6 +321,24 @@ class Adaptive(Elastic):
             self._enter(self._choose_stage(scores, kept=False), data, reason="without features", until_s=self.allowed_s)
         self._rechosen = not first
 
+    def _find_prices_later(self, data: Pass) -> bool:
+        """After a beginning by a sketch: the profile, if it leaves most of the time to what is chosen by it."""
+        if self.stage is None:  # the head could not be trained on kept features: there is nothing else to go by
+            Elastic.undo(self)
+            self._find_all_prices(data)
+            self._refuse_if_too_little()
+            return True
+        if least_profile_s(self.profile) > LATER_SHARE * self._left_s:
+            return False
+        Elastic.undo(self)  # what was kept is kept on: the head may train to the end yet
+        try:
+            self._price(data.peek(1)[0], anew=True)
+        except BudgetError:
+            return False
+        finally:
+            self._stand()
+        return True
+
     @property
     def stage_is_kept(self) -> bool:
         """Whether steps are made on features now."""
@@ -319,7 +348,7 @@ class Adaptive(Elastic):
         with self._charge("select"):
             return choose_stage(
                 self._prices, scores, left_s=self._left_s, steps_per_pass=self._steps_per_pass,
-                keeping=self._keeping if kept and self.keeper is not None and not self._hopeless else None,
+                keeping=self.features.keeping if kept and self.features.possible else None,
                 pin=self.pin, memory=self.memory,
             )  # fmt: skip
 
@@ -333,24 +362,13 @@ class Adaptive(Elastic):
         return self._steering.prices(self.profile)
 
     @property
-    def _keeping(self) -> Keeping:
-        return Keeping(views=self.keep.views, rebuild=self._rebuild)
-
-    @property
     def _left_s(self) -> float:
         return max(self.allowed_s - self.elapsed_s, 0.0)
 
     @property
     def _steps_per_pass(self) -> int:
         """Over the samples whose features there was time to keep."""
-        share = 1.0 if self._groups is None or self.keeper is None else self._groups / self.keeper.groups
-        return max(1, round(share * self._steering.steps_per_epoch))
-
-    @property
-    def _hopeless(self) -> bool:
-        """Something about the model, not about a plan, forbids keeping."""
-        assert self.keeper is not None
-        return self.keeper.hopeless
+        return max(1, round(self.features.share * self._steering.steps_per_epoch))
 
     def _enter(self, stage: Stage, data: Pass, *, reason: str, until_s: float) -> None:
         self._stage_from_s, self._stage_until_s = self.elapsed_s, until_s
@@ -361,11 +379,11 @@ class Adaptive(Elastic):
             self._fill()
 
     def _begin_keeping(self, data: Pass) -> None:
-        if self.keeper is None or self.stage is None or not self.stage.kept:
+        if self.features.keeper is None or self.stage is None or not self.stage.kept:
             return
         with self._charge("features"):
-            self.keeper.stand(data.peek(1)[0])
-        if not self.keeper.active:
+            active = self.features.stand(data.peek(1)[0])
+        if not active:
             self._do_without()
 
     def _do_without(self) -> None:
@@ -377,43 +395,22 @@ class Adaptive(Elastic):
 
     def _fill(self) -> None:
         """Features for the epoch that begins, of as many samples as the stage has time for."""
-        if self.keeper is None or not self.keeper.active or self.stage is None or not self.stage.kept:
+        keeper, stage = self.features.keeper, self.stage
+        if keeper is None or not keeper.active or stage is None or not stage.kept:
             return
-        keeper, start = self.keeper, self._now()
-        with self._charge("features"):
-            done = keeper.fill(self.epochs, groups=TRIED_GROUPS)
-            if done and not self._deterministic:
-                self._learn_rebuild((self._now() - start) / done)
-                if keeper.read_s(self.epochs) > self._rebuild * self._prefix_s:
-                    keeper.give_up("reading features back takes longer than computing them")
-                    self._do_without()
-                    return
-            if self._groups is None:
-                affordable = int(HEAD_SHARE * self._left_s / max(self._group_s, 1e-12))
-                self._groups = min(max(affordable, TRIED_GROUPS), keeper.groups)
-            keeper.fill(
-                self.epochs, first=TRIED_GROUPS, groups=self._groups - TRIED_GROUPS,
-                going_on=lambda: self._deterministic or self.elapsed_s < self.allowed_s,
-            )  # fmt: skip
-
-    @property
-    def _prefix_s(self) -> float:
-        """The prefix's part of a training step's forward pass, by the profile."""
-        assert self.stage is not None
         graph = self._prices.graph
-        reached = graph.reached(graph.indices(self.stage.plan.trainable))
-        return max(float(lane.forward_s[~reached].sum()) for lane in self._prices.lanes)
-
-    @property
-    def _group_s(self) -> float:
-        assert self.keeper is not None
-        batches = self.keeper.group_size / self.keeper.loader.batch_size
-        return self._rebuild * self._prefix_s * batches
-
-    def _learn_rebuild(self, image_s: float) -> None:
-        assert self.keeper is not None
-        if self._prefix_s > 0:
-            self._rebuild = image_s * self.keeper.loader.batch_size / self._prefix_s
+        below = ~graph.reached(graph.indices(stage.plan.trainable))
+        prefix_s = max(float(lane.forward_s[below].sum()) for lane in self._prices.lanes)
+        start = self._now()
+        with self._charge("features"):
+            gain = self.features.fill(
+                self.epochs,
+                prefix_s=prefix_s,
+                left_s=lambda: self.allowed_s - self.elapsed_s,
+                took_s=lambda: self._now() - start,
+            )
+        if not gain:
+            self._do_without()
 
     # -- what others read ----------------------------------------------------------------------------------------------
 
@@ -428,8 +425,7 @@ class Adaptive(Elastic):
 
     def undo(self) -> None:
         super().undo()
-        if self.keeper is not None:
-            self.keeper.release()
+        self.features.release()
 
     def _profile_limit_s(self) -> float | None:
         return PROFILE_SHARE * self._left_s if self.deadline and not self._deterministic else None
@@ -461,7 +457,7 @@ class Adaptive(Elastic):
             "compilations": self._compilations.count(),
             "overhead_s": dict(self.overhead_s),
             "plans": [dict(event) for event in self.history],
-            "features": None if self.keeper is None else self.keeper.account(),
+            "features": self.features.account(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -477,8 +473,8 @@ class Adaptive(Elastic):
                 "until_s": self._stage_until_s,
                 "rechosen": self._rechosen,
                 "last": self._last,
-                "rebuild": self._rebuild,
-                "groups": self._groups,
+                "rebuild": self.features.rebuild,
+                "groups": self.features.groups,
                 "position": self._position,
                 "finished": self.finished,
             }
@@ -496,5 +492,6 @@ class Adaptive(Elastic):
             kept, passes, step_s, expected = course["stage"]
             self.stage = Stage(self.plan, kept, passes, step_s, expected)
         self._stage_from_s, self._stage_until_s = course["from_s"], course["until_s"]
-        self._rechosen, self._rebuild, self._groups = course["rechosen"], course["rebuild"], course["groups"]
+        self._rechosen = course["rechosen"]
+        self.features.rebuild, self.features.groups = course["rebuild"], course["groups"]
         self._position, self.finished, self._last = course["position"], course["finished"], course["last"]

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget
-from elastictrainer.errors import CheckpointError, ConfigError, DataError, ProfileError, TrainingError
+from elastictrainer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from elastictrainer.importance import find_importance
 from elastictrainer.plan import Plan
 from elastictrainer.policies import Policy, find_policy
-from elastictrainer.profiling import profile as take_profile
-from elastictrainer.profiling.cache import describe, differences
-from elastictrainer.profiling.measure import LEAST_EFFORT
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.apply import Applied, apply, unwrap
 from elastictrainer.runtime.compilation import Compilations
-from elastictrainer.runtime.interval import SIMILAR, Interval, similarity
+from elastictrainer.runtime.events import new_event, predicted_ratio, rebuilt_so_far
+from elastictrainer.runtime.interval import SIMILAR, Interval, Place, similarity
 from elastictrainer.runtime.lookahead import Lookahead
+from elastictrainer.runtime.pricing import check_given, effort_for, take_prices
+from elastictrainer.runtime.probe_batches import GradientFrom, ProbeBatches
 from elastictrainer.runtime.ranks import from_first_rank, ranks
 from elastictrainer.runtime.steering import Steering
 from elastictrainer.runtime.untouched import untouched
@@ -38,7 +38,6 @@ __all__ = ["Elastic"]
 Batch = TypeVar("Batch")
 LossFn = Callable[[nn.Module, Any], Tensor]
 FORMAT = 1
-MOST_EFFORT = 100
 
 
 class Elastic:
@@ -64,6 +63,9 @@ class Elastic:
         pin: tensors that always train: `"head"`, names, patterns, or a test of the name.
         probe_batches: importance is measured on the next so many batches of the loader, which are then trained on as
             usual: none is lost or drawn twice. They are held in memory meanwhile.
+        gradient_from: where importance takes its gradient from: `"same"`, the batches that make the update; `"other"`,
+            as many that come after them, which are trained on as usual, too; or a loader of held-out data, from which
+            as many batches are drawn anew for every probe. See `docs/method/importance.md`.
         memory: a ceiling for what a step holds, as in `"800MiB"`.
         bn, resting_state: see `et.apply`.
         profile: a `Profile`, or the path of one; otherwise it is taken, or found in the folder `cache`.
@@ -75,7 +77,8 @@ class Elastic:
         around: opened around every decision; what measures the training (memory, say) can look away meanwhile.
 
     Costs: a profile once (100 full steps, or half a percent of the run where `total_steps` says how long it will be),
-    and at every re-plan `probe_batches` full steps, a few forward passes and some milliseconds of selection; in
+    and at every re-plan `probe_batches` full steps (twice that, unless the gradient is from the same batches), a few
+    forward passes and some milliseconds of selection; in
     between, a clock read a step. `stats` has the seconds of each.
     """
 
@@ -91,6 +94,7 @@ class Elastic:
         interval: str | float | Interval = 3,
         pin: Pin = "head",
         probe_batches: int = 6,
+        gradient_from: GradientFrom = "same",
         memory: str | int | None = None,
         bn: Literal["frozen", "track", "with_owner"] = "frozen",
         resting_state: Literal["keep", "drop", "offload"] = "keep",
@@ -105,24 +109,21 @@ class Elastic:
         on_plan: Callable[[dict[str, Any]], None] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        if probe_batches < 1:
-            raise ConfigError(f"probe_batches {probe_batches} must be at least 1")
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.policy = find_policy(policy)
         self.budget = Budget.parse(budget) if self.policy.within_budget else None
         self.importance = find_importance(self.policy.importance or importance or "elastic")
         self.interval = Interval.parse(interval)
-        self.pin, self.memory, self.probe_batches = pin, memory, probe_batches
+        self.pin, self.memory = pin, memory
         self.seed, self.scaler, self.cache, self.on_plan, self._around = seed, scaler, cache, on_plan, around
         self.profile: Profile | None = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
         self.plan: Plan | None = None
         self.scores: dict[str, float] | None = None
-        self.epochs, self.steps = 0, 0
+        self.place = Place()
         self.overhead_s = dict.fromkeys(("profile", "probe", "select", "apply", "forward"), 0.0)
         self.history: list[dict[str, Any]] = []
         self._bn, self._resting_state = bn, resting_state
         self._applied: Applied | None = None
-        self._checked_epoch = -1
         self.shrinking = False
         """Set by who rebuilds the network where the policy says that it shrinks: `et.fit`."""
         self.captured = False
@@ -130,10 +131,11 @@ class Elastic:
         self._reprice = False
         self._rebuilt = 0
         self._stood = 0
-        self._plan_epoch, self._plan_step, self._epoch_step = 0, 0, 0
         self._loaded = False
         self._paused_at: float | None = None
         self._device = next((p.device for p in unwrap(model).parameters()), torch.device("cpu"))
+        self.probe_batches = ProbeBatches(gradient_from, count=probe_batches, seed=seed, device=self._device)
+        self.probe_batches.check(self.importance if self.policy.needs_scores else None)
         self._clock = clock
         self._compilations = Compilations()
         self._steering = Steering(
@@ -161,8 +163,8 @@ class Elastic:
             raise ConfigError(
                 f"policy {self.policy.name!r} rebuilds the network as it trains, which only et.fit does; use that"
             )
-        if self._epoch_step and not self._loaded:  # the last one was left at a `break`: this is another
-            self.epochs, self._epoch_step = self.epochs + 1, 0
+        if self.place.epoch_step and not self._loaded:  # the last one was left at a `break`: this is another
+            self.place.end_epoch()
         self._loaded = False
         ahead = Lookahead(loader, clock=self._clock)
         with contextlib.suppress(TypeError):
@@ -181,8 +183,7 @@ class Elastic:
                     break
                 window.waited(ahead.waited_s, already_excluded=held)
                 # Counted when handed out: a state taken in the loop's body, after the step, is then up to date.
-                self.steps += 1
-                self._epoch_step += 1
+                self.place.step()
                 yield batch  # type: ignore[misc]  # _END is gone
                 window.step()
                 if window.full:
@@ -191,10 +192,9 @@ class Elastic:
         finally:
             self._close_window()
             window.shut()
-        if self._epoch_step == 0:
+        if self.place.epoch_step == 0:
             raise DataError("the loader gave no batch; an epoch of nothing would train nothing")
-        self.epochs += 1
-        self._epoch_step = 0
+        self.place.end_epoch()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -206,6 +206,16 @@ class Elastic:
         finally:
             self._paused_at = outer
             self._steering.window.exclude(self._now() - start)
+
+    @property
+    def epochs(self) -> int:
+        """So many are over."""
+        return self.place.epochs
+
+    @property
+    def steps(self) -> int:
+        """Batches that were handed out."""
+        return self.place.steps
 
     @property
     def plan_id(self) -> str:
@@ -264,28 +274,21 @@ class Elastic:
             return True
         if not self.policy.replans:
             return False
-        new_epoch = self._epoch_step == 0 and self._checked_epoch != self.epochs
-        if self.interval.kind == "auto":
-            return new_epoch
-        if self.interval.kind == "steps":
-            return self.steps - self._plan_step >= self.interval.value
-        if self.interval.value == int(self.interval.value):
-            return new_epoch and self.epochs - self._plan_epoch >= self.interval.value
-        return self.steps - self._plan_step >= self.interval.steps(self._steering.steps_per_epoch)
+        return self.place.is_due(self.interval, self._steering.steps_per_epoch)
 
     def _replan(self, ahead: Lookahead[Any]) -> None:
         """Probe on the batches that come next; plan anew unless the scores are much the same (`interval="auto"`)."""
         self._close_window()  # its steps were of the plan that stands, not of the one that comes
         with self.pause(), self._around():
-            batches = ahead.peek(self.probe_batches if self.policy.needs_scores else min(2, self.probe_batches))
-            if not batches:
+            draw, first, anew = self.probe_batches, self.plan is None, self._reprice
+            batches = ahead.peek(draw.ahead if self.policy.needs_scores else min(2, draw.count))
+            if not batches or (len(batches) < draw.least and not first):
                 return  # the loader is at its end; whatever is due is due again at the next epoch's start
-            first, anew = self.plan is None, self._reprice
             self._steering.saw_wait(ahead.typical_wait_s)
             if anew:
                 self.undo()
             self._price(batches[0])
-            self._checked_epoch = self.epochs
+            self.place.checked()
             if not first and not anew:
                 self._time_forward(batches[0])
             scores = self._probe(batches)
@@ -295,7 +298,7 @@ class Elastic:
                     self._stand()
                 return
             self.scores = scores
-            self._plan_epoch, self._plan_step = self.epochs, self.steps
+            self.place.planned()
             self._adopt(self._choose(), reason="first" if first else "drift" if anew else "interval", similarity=alike)
             if first or anew:
                 self._time_forward(batches[0])
@@ -318,13 +321,8 @@ class Elastic:
                 self._adopt(self._choose(), reason="trim")
 
     def _horizon(self) -> int:
-        per_epoch = self._steering.steps_per_epoch
-        if self.interval.kind == "auto":
-            left = per_epoch - self._epoch_step
-        else:
-            left = self.interval.steps(per_epoch) - (self.steps - self._plan_step)
-        total = self._steering.total_steps
-        return max(1, left if total is None else min(left, total - self.steps))
+        steering = self._steering
+        return self.place.left(self.interval, steering.steps_per_epoch, total=steering.total_steps)
 
     # -- the parts, each timed ---------------------------------------------------------------------------------------
 
@@ -332,52 +330,24 @@ class Elastic:
         if self.profile is None or anew or self._reprice:
             self._reprice = False
             with self._charge("profile"):
-                taken = take_profile(
-                    self.model, self.loss_fn, batch, optimizer=self.optimizer, bn=self._bn,
-                    cache=None if anew else self.cache, seed=self.seed, effort=self._effort(),
-                    limit_s=self._profile_limit_s(), captured=self.captured,
+                self.profile = take_prices(
+                    self.model, self.loss_fn, batch, self.optimizer, bn=self._bn, cache=None if anew else self.cache,
+                    seed=self.seed, effort=self._effort(), limit_s=self._profile_limit_s(), captured=self.captured,
                 )  # fmt: skip
-                self.profile = Profile.from_dict(from_first_rank(taken.to_dict())) if ranks() > 1 else taken
             self._steering.profiled(self.profile, taken=True)
         elif self.plan is None:
-            self._check_given(self.profile, batch)
+            check_given(
+                self.profile, self.model, self.loss_fn, batch, self.optimizer, bn=self._bn, captured=self.captured
+            )
             self._steering.profiled(self.profile, taken=False)
 
     def _effort(self) -> int:
-        """About how many full steps a profile may cost: half a percent of the run's time, where its length is known."""
-        total = self._steering.total_steps
-        if total is None:
-            return MOST_EFFORT
-        share = min(1.0, self.budget.value) if self.budget is not None and self.budget.kind == "ratio" else 1.0
-        return int(min(max(0.005 * share * total, LEAST_EFFORT), MOST_EFFORT))
+        """About how many full steps a profile may cost."""
+        return effort_for(self._steering.total_steps, self.budget)
 
     def _profile_limit_s(self) -> float | None:
         """The most that taking a profile may take; None for as long as it does."""
         return None
-
-    def _check_given(self, profile: Profile, batch: Any) -> None:
-        """A profile from elsewhere must be one of this model, and of steps like these (trap 9)."""
-        shapes = {name: tuple(p.shape) for name, p in unwrap(self.model).named_parameters(remove_duplicate=False)}
-        if profile.captured and not self.captured:
-            raise ProfileError(
-                "the profile is of steps that are recorded and replayed, and here they are made one launch at a time; "
-                "take it again with 'elastictrainer profile --no-graphs'"
-            )
-        wrong = [t.name for t in profile.graph.tensors if shapes.get(t.name) != t.shape]
-        if wrong:
-            raise ProfileError(
-                f"the profile is of another model: {wrong[0]} ({len(wrong)} in all) is not here or in another shape; "
-                "take it again with 'elastictrainer profile'"
-            )
-        here = describe(
-            unwrap(self.model), dict(unwrap(self.model).named_parameters()), batch,
-            loss_fn=self.loss_fn, optimizer=self.optimizer, bn=self._bn,
-        )  # fmt: skip
-        if other := differences(profile.context, here):
-            raise ProfileError(
-                f"the profile is of other steps than these: {'; '.join(other)}; "
-                "take it again with 'elastictrainer profile' and the options of this run"
-            )
 
     def _time_forward(self, batch: Any) -> None:
         """Time the forward pass, always with a plan on the model: norms and layers then run as they do in training."""
@@ -396,9 +366,10 @@ class Elastic:
             return None
         assert self.profile is not None
         with self._charge("probe"):
+            update, gradient = self.probe_batches.divided(batches, step=self.steps)
             try:
                 scores: Mapping[str, float] = self.importance.fn(
-                    self.model, self.optimizer, self.loss_fn, batches,
+                    self.model, self.optimizer, self.loss_fn, update, gradient_batches=gradient,
                     names=self.profile.names, scaler=self.scaler, seed=self.seed + 1_000_003 * len(self.history),
                 )  # fmt: skip
             except TrainingError as error:
@@ -419,25 +390,10 @@ class Elastic:
     def _adopt(self, plan: Plan, *, reason: str, similarity: float | None = None) -> None:
         self.plan = plan
         self._stand()
-        assert self.profile is not None
-        params = dict(unwrap(self.model).named_parameters())
-        total = sum(p.numel() for p in params.values())
-        event = {
-            "index": len(self.history),
-            "epoch": self.epochs,
-            "step": self.steps,
-            "reason": reason,
-            "similarity": similarity,
-            "id": self.plan_id,
-            "tensors": len(plan.trainable),
-            "share_trained": sum(params[n].numel() for n in plan.trainable if n in params) / max(total, 1),
-            "predicted_step_s": plan.step_s,
-            "predicted_ratio": plan.ratio,
-            "peak_bytes": plan.peak_bytes,
-            "machine": self._steering.pace.machine,
-            "steps": 0,
-            "spent_s": 0.0,
-        }
+        event = new_event(
+            plan, self.model, plan_id=self.plan_id, index=len(self.history), epoch=self.epochs, step=self.steps,
+            reason=reason, similarity=similarity, machine=self._steering.pace.machine,
+        )  # fmt: skip
         self.history.append(event)
         if self.on_plan is not None:
             self.on_plan({**event, "plan": plan.to_dict(), "scores": self.scores})
@@ -507,8 +463,6 @@ class Elastic:
         """
         pace = self._steering.pace
         account = pace.account(self.budget)
-        spent = [(h["predicted_ratio"], h["steps"]) for h in self.history if h["steps"]]
-        steps = sum(count for _, count in spent)
         return {
             "policy": self.policy.name,
             "importance": self.importance.name if self.policy.needs_scores else None,
@@ -517,7 +471,7 @@ class Elastic:
             "spent_s": account.spent_s,
             "full_step_s": account.full_s / pace.steps if pace.steps else None,
             "step_s": account.spent_s / pace.steps if pace.steps else None,
-            "predicted_ratio": sum(ratio * count for ratio, count in spent) / steps if steps else None,
+            "predicted_ratio": predicted_ratio(self.history),
             "measured_ratio": pace.ratio,
             "machine": pace.machine,
             "compilations": self._compilations.count(),
@@ -538,12 +492,7 @@ class Elastic:
         return {
             "format": FORMAT,
             "policy": self.policy.name,
-            "epochs": self.epochs,
-            "steps": self.steps,
-            "checked_epoch": self._checked_epoch,
-            "plan_epoch": self._plan_epoch,
-            "plan_step": self._plan_step,
-            "epoch_step": self._epoch_step,
+            **self.place.to_dict(),
             "profile": self.profile.to_dict() if self.profile else None,
             "plan": self.plan.to_dict() if self.plan else None,
             "scores": self.scores,
@@ -567,15 +516,13 @@ class Elastic:
             )
         self.undo()
         self._loaded = True
-        self.epochs, self.steps = state["epochs"], state["steps"]
-        self._checked_epoch, self._epoch_step = state["checked_epoch"], state["epoch_step"]
-        self._plan_epoch, self._plan_step = state["plan_epoch"], state["plan_step"]
+        self.place = Place.from_dict(state)
         self.profile = Profile.from_dict(state["profile"]) if state["profile"] else self.profile
         self.plan = Plan.from_dict(state["plan"]) if state["plan"] else None
         self.scores = dict(state["scores"]) if state["scores"] is not None else None
         self.overhead_s = dict(state["overhead_s"])
         self.history = [dict(event) for event in state["history"]]
-        self._rebuilt = sum(event["reason"] == "rebuilt" for event in self.history)
+        self._rebuilt = rebuilt_so_far(self.history)
         self._steering.load_state_dict(state["steering"])
 
 

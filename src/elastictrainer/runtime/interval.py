@@ -1,16 +1,16 @@
-"""Interval: how long a plan stands before the next probe."""
+"""Interval: how long a plan stands before the next probe, and where in it a loop is."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from elastictrainer.errors import ConfigError
 
-__all__ = ["SIMILAR", "Interval", "similarity"]
+__all__ = ["SIMILAR", "Interval", "Place", "similarity"]
 
 SIMILAR = 0.8  # cosine similarity of scores above which "auto" lets a plan stand (ElasticTrainer section 3.2, Fig. 7)
 
@@ -49,6 +49,58 @@ class Interval:
 
     def __str__(self) -> str:
         return "auto" if self.kind == "auto" else f"{self.value:g}{self.kind}"
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a loop stands: epochs and steps that it has made, and those at which it last planned and probed."""
+
+    epochs: int = 0
+    steps: int = 0
+    epoch_step: int = 0
+    checked_epoch: int = -1
+    plan_epoch: int = 0
+    plan_step: int = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.epoch_step += 1
+
+    def end_epoch(self) -> None:
+        self.epochs, self.epoch_step = self.epochs + 1, 0
+
+    def checked(self) -> None:
+        """A probe is made here."""
+        self.checked_epoch = self.epochs
+
+    def planned(self) -> None:
+        """A new plan stands from here on."""
+        self.plan_epoch, self.plan_step = self.epochs, self.steps
+
+    def is_due(self, interval: Interval, steps_per_epoch: int) -> bool:
+        """Whether the interval of the plan that stands is over."""
+        new_epoch = self.epoch_step == 0 and self.checked_epoch != self.epochs
+        if interval.kind == "auto":
+            return new_epoch
+        if interval.kind == "epochs" and interval.value == int(interval.value):
+            return new_epoch and self.epochs - self.plan_epoch >= interval.value
+        return self.steps - self.plan_step >= interval.steps(steps_per_epoch)
+
+    def left(self, interval: Interval, steps_per_epoch: int, *, total: int | None) -> int:
+        """Steps until the plan's interval, or the run, is over; at least one."""
+        if interval.kind == "auto":
+            left = steps_per_epoch - self.epoch_step
+        else:
+            left = interval.steps(steps_per_epoch) - (self.steps - self.plan_step)
+        return max(1, left if total is None else min(left, total - self.steps))
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Place:
+        """From a dict that may hold more."""
+        return cls(**{field.name: data[field.name] for field in fields(cls)})
 
 
 def similarity(a: Mapping[str, float], b: Mapping[str, float]) -> float:

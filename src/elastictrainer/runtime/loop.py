@@ -15,9 +15,9 @@ from elastictrainer.budget import Budget, parse_bytes, parse_seconds
 from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.policies import Policy
 from elastictrainer.profiling.profile import Profile
-from elastictrainer.runtime.adaptive import Keep
 from elastictrainer.runtime.evaluate import Metric
 from elastictrainer.runtime.exhausted import is_out_of_memory
+from elastictrainer.runtime.features import Keep
 from elastictrainer.runtime.interval import Interval
 from elastictrainer.runtime.kept import KeptType
 from elastictrainer.runtime.result import Result
@@ -42,6 +42,7 @@ def fit(
     interval: str | float | Interval = 3,
     pin: Pin = "head",
     probe_batches: int = 6,
+    gradient_from: Literal["same", "other", "held_out"] | Iterable[Any] = "same",
     memory: str | int | None = None,
     bn: Literal["frozen", "track", "with_owner"] = "frozen",
     resting_state: Literal["keep", "drop", "offload"] = "keep",
@@ -107,6 +108,8 @@ def fit(
             `"bfloat16"`, `"int8"`, `"float32"`); and computed with what (`"bf16"`: under autocast).
         policy, importance, interval, pin, probe_batches, memory, bn, resting_state, profile, cache, feedback: see
             `et.Elastic`.
+        gradient_from: as of `et.Elastic`; `"held_out"` is the `val_loader`. What is chosen by it is no longer judged by
+            it alone: keep a `test_loader` for that.
         metric: `metric(model, batch)` -> (sum, count), higher is better. `"auto"`: the share of right answers where
             batches are (inputs, class numbers), else the loss alone decides what is best.
         scheduler: `"cosine"` to zero over the run, stepped with the optimizer; an LR scheduler of your own, likewise
@@ -140,8 +143,8 @@ def fit(
     )  # fmt: skip
     deciding = {
         "budget": budget, "policy": policy, "importance": importance, "interval": interval, "pin": pin,
-        "probe_batches": probe_batches, "memory": memory, "bn": bn, "resting_state": resting_state,
-        "profile": profile, "cache": cache, "feedback": feedback,
+        "probe_batches": probe_batches, "gradient_from": gradient_from, "memory": memory, "bn": bn,
+        "resting_state": resting_state, "profile": profile, "cache": cache, "feedback": feedback,
         "keep": Keep(
             views, parse_bytes(keep_bytes), None if keep_disk is None else parse_bytes(keep_disk), keep_as, keep_with,
             allowed=keep,

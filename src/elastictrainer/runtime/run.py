@@ -1,45 +1,44 @@
-"""Run: what the loop carries along besides the training itself: schedule, records, checkpoints, evaluation."""
+"""Run: what the loop carries along besides the training itself: where it stands, its folder and its checkpoints.
+
+Its parts are put together in `assembly`; `judge` evaluates, and `summary` makes the figures that are written down.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from elastictrainer.budget import Budget, format_seconds
-from elastictrainer.errors import BudgetError, CheckpointError, ConfigError
+from elastictrainer.errors import BudgetError, CheckpointError
 from elastictrainer.policies import find_policy
-from elastictrainer.policies.adaptive import ADAPTIVE
 from elastictrainer.profiling.profile import Profile
+from elastictrainer.profiling.sketch import is_sketch
 from elastictrainer.report import write_report
 from elastictrainer.runtime.adaptive import Adaptive
 from elastictrainer.runtime.apply import unwrap
-from elastictrainer.runtime.capture import find_recorder
-from elastictrainer.runtime.controller import Elastic
+from elastictrainer.runtime.assembly import make_elastic, make_engine, make_schedule
 from elastictrainer.runtime.ending import Ending
-from elastictrainer.runtime.engine import Eager, Replayed
-from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
+from elastictrainer.runtime.evaluate import Score
 from elastictrainer.runtime.feed import Feed
+from elastictrainer.runtime.judge import Judge
 from elastictrainer.runtime.losses import Losses
 from elastictrainer.runtime.meters import Meters
+from elastictrainer.runtime.probe_batches import check_source
 from elastictrainer.runtime.progress import Board, describe, make_progress
 from elastictrainer.runtime.prunetrain import PruneTrain
-from elastictrainer.runtime.ranks import ranks
 from elastictrainer.runtime.resize import resize
 from elastictrainer.runtime.result import Record, Result, versions
 from elastictrainer.runtime.run_folder import RunFolder
-from elastictrainer.runtime.schedules import TimedCosine
-from elastictrainer.runtime.settings import Settings, batch_size, configuration, length
+from elastictrainer.runtime.settings import Settings, configuration, length
 from elastictrainer.runtime.streams import read_streams, seed_streams, write_streams
+from elastictrainer.runtime.summary import epoch_line, make_result
 from elastictrainer.runtime.surroundings import (
     check_weights,
     deterministic_kernels,
@@ -51,7 +50,6 @@ from elastictrainer.runtime.surroundings import (
 __all__ = ["Run"]
 
 LAUNCHED = 3.0  # times what a replayed forward pass takes, one may take that is launched piece by piece
-EVALUATE_EVERY = 20  # times what an evaluation takes lie between two of them, where the run is counted in time
 
 
 class Run:
@@ -79,6 +77,7 @@ class Run:
         settings.check(
             has_validation=val_loader is not None, has_folder=out is not None, steps_per_epoch=self.batches_per_epoch
         )
+        check_source(deciding, held_out=val_loader, steps_per_epoch=self.batches_per_epoch)
         self.config = {**config, **configuration(model, optimizer, train_loader, settings, deciding)}
         self.folder: RunFolder | None = None
         if out is not None:
@@ -95,15 +94,24 @@ class Run:
         seed_streams(settings.seed)
         self.loss_fn = with_autocast(loss_fn, self.device, settings.autocast)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "fp16")
-        self.metric = settings.metric
         self.record = Record()
         self.losses = Losses(self.device)
         self.meters = Meters(self.device, self.record)
-        self.ending: Ending | None = None
-        self.elastic = self._make_elastic(deciding)
+        self.judge = Judge(model, self.loss_fn, settings, self.record, clock=clock)
+        self.elastic = make_elastic(
+            model, optimizer, self.loss_fn, deciding, settings=settings, train_loader=train_loader,
+            val_loader=val_loader, folder=self.folder, make_ending=self._make_ending, began=self.began, clock=clock,
+            scaler=self.scaler if self.scaler.is_enabled() else None, on_plan=self._on_plan,
+            around=self.meters.deciding,
+        )  # fmt: skip
         self.adaptive = self.elastic if isinstance(self.elastic, Adaptive) else None
-        self.engine = self._make_engine()
-        self.schedule = self._make_schedule()
+        self.engine = make_engine(
+            model, optimizer, self.loss_fn, self.elastic, settings=settings, scaler=self.scaler,
+            gives_up=self._on_graphs_given_up,
+        )  # fmt: skip
+        self.schedule = make_schedule(
+            optimizer, self.elastic, settings=settings, steps_per_epoch=self.batches_per_epoch
+        )
         stack.callback(self.elastic.undo)
         self.pruning: PruneTrain | None = None
         if self.elastic.policy.shrinks:
@@ -113,7 +121,8 @@ class Run:
         self._best_in_memory: dict[str, Tensor] | None = None
         self._kept_profile: Profile | None = None
         notes = self._resume() if settings.resume and self.folder is not None else []
-        self._saved_at = self._evaluated_at = clock()
+        self._saved_at = clock()
+        self.judge.begin(self._saved_at)
         total = None
         if self.batches_per_epoch is not None and self.adaptive is None:
             total = self.batches_per_epoch * settings.epochs
@@ -141,95 +150,20 @@ class Run:
             write_report(self.folder.path)
         return Result.from_dict(document)
 
-    def _make_schedule(self) -> Any | None:
-        if self.settings.scheduler == "cosine" and self.adaptive is not None:
-            return TimedCosine(self.optimizer, lambda: self.adaptive.progress if self.adaptive is not None else 0.0)
-        if self.settings.scheduler == "cosine":
-            assert self.batches_per_epoch is not None
-            steps = -(-self.batches_per_epoch // self.settings.accumulate) * self.settings.epochs
-            return CosineAnnealingLR(self.optimizer, T_max=steps)
-        if isinstance(self.settings.scheduler, str):
-            raise ConfigError(
-                f"scheduler {self.settings.scheduler!r} is not known; use 'cosine', None, or a scheduler of your own"
-            )
-        if isinstance(self.settings.scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau is stepped with a validation's loss, and schedules here with the optimizer; use "
-                "'cosine', None, or an LR scheduler whose step() needs nothing"
-            )
-        return self.settings.scheduler
-
-    def _make_elastic(self, deciding: dict[str, Any]) -> Elastic:
-        total = None if self.batches_per_epoch is None else self.batches_per_epoch * self.settings.epochs
-        options = dict(deciding)
-        asked, keep = Budget.parse(options.pop("budget")), options.pop("keep")
-        adaptive = find_policy(options["policy"]) is ADAPTIVE
-        if asked.kind == "seconds" and not adaptive:
-            if total is None:
-                raise ConfigError(
-                    f"budget {asked} is for all steps together, and the loader does not say how many there are"
-                )
-            asked = Budget("seconds", asked.value / total)
-        # Of a run killed before its first checkpoint the profile is all that is left. What rests on it bit by bit takes
-        # it again; otherwise a new one is better: the machine, or how much of it is used, may be another by now.
-        if options["profile"] is None and self.settings.resume and self.settings.deterministic and self.folder:
-            kept = self.folder.read_json("profile.json")
-            options["profile"] = Profile.from_dict(kept) if kept is not None else None
-        options |= {
-            "budget": asked, "total_steps": total, "seed": self.settings.seed, "clock": self.clock,
-            "deterministic": self.settings.deterministic, "on_plan": self._on_plan, "around": self.meters.deciding,
-            "scaler": self.scaler if self.scaler.is_enabled() else None,
-        }  # fmt: skip
-        if not adaptive:
-            return Elastic(self.model, self.optimizer, self.loss_fn, **options)
-        if total is None:
-            raise ConfigError("policy 'adaptive' plans a whole run, and the loader does not say how long an epoch is")
-        for name in ("policy", "feedback", "interval"):
-            options.pop(name)
-        folder = None if self.folder is None else self.folder.path / "features"
-        if asked.kind == "seconds":
-            self.ending = self._make_ending()
-        return Adaptive(
-            self.model, self.optimizer, self.loss_fn, epochs=self.settings.epochs, loader=self.train_loader,
-            keep=replace(keep, folder=folder), ending=self.ending, began=self.began, **options,
-        )  # fmt: skip
-
-    def _make_engine(self) -> Eager:
-        """Steps that are recorded and replayed where that is wanted and possible, and steps as ever elsewhere."""
-        elastic, settings, adaptive = self.elastic, self.settings, self.adaptive
-        make: Callable[..., Eager] = Eager
-        recorder = find_recorder(self.device) if settings.graphs else None
-        # Accumulated gradients stay where they are, networks that shrink and ranks that talk do not; and what is to be
-        # bit by bit the same after a kill must not hang on where a recording began.
-        apart = settings.accumulate > 1 or elastic.policy.shrinks or settings.deterministic or ranks() > 1
-        if recorder is not None and not apart and unwrap(self.model) is self.model:
-            elastic.captured = True
-            make = partial(
-                Replayed, recorder=recorder, standing=lambda: elastic.standing, allowed=lambda: elastic.replays,
-                recording=elastic.recording, gives_up=self._on_graphs_given_up,
-            )  # fmt: skip
-        return make(
-            self.model,
-            self.optimizer,
-            adaptive.loss_of if adaptive is not None else self.loss_fn,
-            inputs=adaptive.inputs if adaptive is not None else _itself,
-            scaler=self.scaler,
-            clip=settings.clip,
-        )
-
     def _make_ending(self) -> Ending:
         def forward_s() -> float:
             profile = self.elastic.profile
             return 0.0 if profile is None else profile.forward_s * (LAUNCHED if profile.captured else 1.0)
 
-        return Ending(
+        self.judge.ending = Ending(
             lambda: [loader for loader in (self.val_loader, self.test_loader) if loader is not None],
-            self._score,
+            self.judge.score,
             record=lambda: self.record,
             forward_s=forward_s,
             clock=self.clock,
             deterministic=self.settings.deterministic,
         )
+        return self.judge.ending
 
     def _resume(self) -> list[str]:
         assert self.folder is not None
@@ -253,7 +187,7 @@ class Run:
                 f"{self.folder.path}: the checkpoint does not fit this model and optimizer: {error}"
             ) from error
         self.record.restarts += 1
-        self.meters.record = self.record
+        self.meters.record = self.judge.record = self.record
         self.losses.total, self.losses.count = self.record.loss_total, self.record.loss_count
         self.folder.wind_back(state["logs"])
         write_streams(state["streams"])
@@ -344,7 +278,9 @@ class Run:
         record = self.record
         self.losses.check(step=record.step)
         self.meters.end()
-        score = self.evaluate(self.val_loader) if self.val_loader is not None and self._worth_evaluating else None
+        score = None
+        if self.val_loader is not None and self._worth_evaluating:
+            score = self.evaluate(self.val_loader)
         if score is not None:
             best = record.score_of(record.best_epoch)
             if score.better_than(Score(**best) if best else None):
@@ -360,68 +296,21 @@ class Run:
 
     @property
     def _worth_evaluating(self) -> bool:
-        """Always, if epochs are what is counted. Where time is, only if it costs little beside what came since."""
-        if self.adaptive is None or self.adaptive.finished or self.settings.early_stop is not None:
-            return True
-        if self.settings.deterministic:  # which epoch is the best must not hang on a clock
-            return True
-        record = self.record
-        if not record.evaluations:
-            return True
-        typical_s = record.eval_s / record.evaluations
-        return self.clock() - self._evaluated_at > EVALUATE_EVERY * typical_s
+        adaptive = self.adaptive
+        timed, last = adaptive is not None, adaptive is not None and adaptive.finished
+        return self.judge.is_worth_it(timed=timed, last=last)
 
     def evaluate(self, loader: Iterable[Any]) -> Score:
         with self.elastic.pause():
-            return self._evaluate(loader)
-
-    def _evaluate(self, loader: Iterable[Any]) -> Score:
-        start = self.clock()
-        # The same order and transforms each time, from a stream of its own: evaluating changes nothing in training.
-        batches = Feed(loader, epoch=0, start=0, seed=self.settings.seed + 1, device=self.device)
-        if self.metric == "auto":
-            self.metric = top1 if is_classified(next(iter(batches), None)) else None
-        held = batches if self.ending is None else self.ending.holding(batches)
-        score = self._score(held)
-        self._evaluated_at = self.clock()
-        took_s, batch_count = self._evaluated_at - start, length(loader) or 1
-        self.record.eval_s += took_s
-        self.record.evaluations += 1
-        self.record.evaluated_batches += batch_count
-        if self.ending is not None:
-            self.ending.evaluated(took_s, batch_count)
-        return score
-
-    def _score(self, batches: Iterable[Any]) -> Score:
-        assert self.metric != "auto", "resolved at the first evaluation"
-        metric = with_autocast(self.metric, self.device, self.settings.autocast) if self.metric is not None else None
-        return evaluate(self.model, self.loss_fn, batches, metric=metric, device=self.device)
+            return self.judge.evaluate(loader)
 
     def _write_epoch(self, score: Score | None) -> None:
-        stats, record = self.elastic.stats, self.record
-        line = {
-            "epoch": record.epoch + 1,
-            "step": record.step,
-            "loss": self.losses.mean,
-            "val_loss": score.loss if score else None,
-            "val_accuracy": score.accuracy if score else None,
-            "lr": float(self.optimizer.param_groups[0]["lr"]),  # a tensor, in an optimizer that was built with one
-            "train_s": _train_s(stats),
-            "eval_s": record.eval_s,
-            "step_s": stats["step_s"],
-            "full_step_s": stats["full_step_s"],
-            "predicted_ratio": stats["predicted_ratio"],
-            "measured_ratio": stats["measured_ratio"],
-            "overhead_s": stats["overhead_s"],
-            "share_trained": stats["plans"][-1]["share_trained"],
-            "plan": stats["plans"][-1]["id"],
-            "peak_bytes": record.peak_bytes,
-            "energy_j": record.energy_j,
-        }
+        rate = float(self.optimizer.param_groups[0]["lr"])  # a tensor, in an optimizer that was built with one
+        line = epoch_line(self.elastic, self.record, loss=self.losses.mean, score=score, lr=rate)
         if self.folder is not None:
             self.folder.log("metrics.jsonl", line)
         if self.board is not None:
-            self.board.add(record.step, line)
+            self.board.add(self.record.step, line)
         self._show()
         figures = self._fields(self.losses.mean, score.accuracy if score else None)
         self.say(f"epoch {line['epoch']}/{self.settings.epochs}  {describe(figures)}")
@@ -489,7 +378,11 @@ class Run:
             elif self._best_in_memory is not None:
                 self._take(self._best_in_memory)
         test = self.evaluate(test_loader) if test_loader is not None else None
-        result = self._result(test, kept)
+        result = make_result(
+            self.elastic, self.engine, record, self.meters, settings=self.settings, config=self.config,
+            train_loader=self.train_loader, test=test, kept=kept,
+            folder=None if self.folder is None else str(self.folder.path),
+        )  # fmt: skip
         if self.folder is not None:
             about = {**self.settings.weights_metadata, "epoch": str(kept + 1)}
             self.folder.write_weights("model.safetensors", unwrap(self.model).state_dict(), about)
@@ -503,60 +396,6 @@ class Run:
             self.elastic.undo()
             resize(self.model, weights)
         load_weights(self.model, weights)
-
-    def _result(self, test: Score | None, kept: int) -> Result:
-        record, stats = self.record, self.elastic.stats
-        final = test.to_dict() if test else record.score_of(kept)
-        profile = self.elastic.profile
-        assert profile is not None
-        steps = {event["id"]: 0 for event in stats["plans"]}
-        for event in stats["plans"]:
-            steps[event["id"]] += event["steps"]
-        flops = [record.flops_by_plan.get(plan) for plan, count in steps.items() if count]
-        counts = [count for count in steps.values() if count]
-        return Result(
-            policy=stats["policy"],
-            importance=stats["importance"],
-            budget=self.config["budget"] if stats["budget"] else None,
-            seed=self.settings.seed,
-            device=versions(self.device)["device"],
-            torch=str(torch.__version__),
-            epochs=record.epoch,
-            batch_size=batch_size(self.train_loader),
-            steps=record.step,
-            train_s=_train_s(stats),
-            eval_s=record.eval_s,
-            full_step_s=stats["full_step_s"],
-            step_s=stats["step_s"],
-            predicted_ratio=stats["predicted_ratio"],
-            measured_ratio=stats["measured_ratio"],
-            accuracy={
-                "per_epoch": [score and score["accuracy"] for score in record.scores],
-                "final": final["accuracy"] if final else None,
-                "of": "test" if test else "val" if final else None,
-            },
-            loss={
-                "per_epoch": record.losses,
-                "val": [score and score["loss"] for score in record.scores],
-                "final": final["loss"] if final else None,
-            },
-            best_epoch=None if record.best_epoch is None else record.best_epoch + 1,
-            overhead_s=stats["overhead_s"],
-            peak_bytes=record.peak_bytes,
-            deciding_peak_bytes=record.deciding_peak_bytes,
-            flops=sum(f * c for f, c in zip(flops, counts) if f is not None) if None not in flops else None,
-            energy_j=record.energy_j,
-            energy_meter=self.meters.meter.covers,
-            resting_state_bytes=self.elastic.resting_state_bytes(),
-            plans=stats["plans"],
-            profile_error=asdict(profile.error),
-            restarts=record.restarts,
-            config=self.config,
-            folder=None if self.folder is None else str(self.folder.path),
-            compilations=stats["compilations"],
-            features=stats.get("features"),
-            graphs=self.engine.account(),
-        )
 
     def of_the_run(self, error: BudgetError) -> BudgetError:
         """The same refusal in the unit that the run was asked in: a time for all steps, where they are planned one by
@@ -587,7 +426,7 @@ class Run:
     def _on_plan(self, event: dict[str, Any]) -> None:
         if self.folder is not None:
             profile = self.elastic.profile
-            if profile is not None and profile is not self._kept_profile:
+            if profile is not None and profile is not self._kept_profile and not is_sketch(profile):
                 self.folder.write_text("profile.json", profile.to_json())
                 self._kept_profile = profile
             self.folder.log("plans.jsonl", event)
@@ -607,13 +446,5 @@ class Run:
         }
 
 
-def _itself(batch: Any) -> Any:
-    return batch
-
-
 def _best_name(epoch: int) -> str:
     return f"best-{epoch + 1}.safetensors"
-
-
-def _train_s(stats: dict[str, Any]) -> float:
-    return float(stats["spent_s"] + sum(stats["overhead_s"].values()))

@@ -87,6 +87,7 @@ def configuration(
         "interval": str(Interval.parse(deciding["interval"])) if policy.replans or policy.shrinks else None,
         "pin": _name(pin) if callable(pin) or isinstance(pin, str) else list(pin),
         "probe_batches": deciding["probe_batches"],
+        "gradient_from": _source(deciding["gradient_from"]) if policy.needs_scores else None,
         "memory": deciding["memory"],
         "bn": deciding["bn"],
         "resting_state": deciding["resting_state"],
@@ -115,6 +116,10 @@ def _keeping(policy: Policy, keep: Any) -> dict[str, Any]:
         return {}
     return {"keep": keep.allowed, "views": keep.views, "keep_bytes": keep.memory_bytes, "keep_disk": keep.disk_bytes,
             "keep_as": keep.dtype, "keep_with": keep.precision}  # fmt: skip
+
+
+def _source(gradient_from: Any) -> str:
+    return gradient_from if isinstance(gradient_from, str) else f"a loader of {length(gradient_from)} batches"
 
 
 def length(loader: Iterable[Any]) -> int | None:
