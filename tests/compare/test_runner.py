@@ -21,6 +21,7 @@ from PIL import Image
 from elastictrainer import cli
 from elastictrainer.compare import Cell, Comparison, Grid
 from elastictrainer.compare.board import Progress, draw
+from elastictrainer.compare.runner import _may_join, _Running
 from elastictrainer.compare.table import COLUMNS
 from elastictrainer.errors import CheckpointError
 
@@ -335,6 +336,92 @@ def test_finished_cells_are_never_taken_for_those_of_other_images_or_weights(tmp
     (tmp_path / "a" / "moved").rename(first)
     with pytest.raises(CheckpointError, match=r"weights other\.pth"):
         comparison(tmp_path, grid(data=[str(first)], weights=["other.pth"], rates=[0.1]), resume=True)
+
+
+def test_cells_that_share_the_machine_plan_by_prices_taken_alone(tmp_path: Path) -> None:
+    made = grid(rates=[0.1], seeds=[0, 1], policies=["full", "elastic", "adaptive"])
+    workload = made.workloads[0]
+    alone, shared = comparison(tmp_path, made), comparison(tmp_path, made, resume=True, jobs=2)
+    prices = shared._profile(workload)
+    prices.parent.mkdir()
+    prices.write_text("{}")
+    placed = [made.under(tmp_path / "out", cell) for cell in made.finals(workload, dict.fromkeys(made.methods, 0.1))]
+    began_alone, began_priced = placed[:2]
+    for cell, how in ((began_alone, {"lr": 0.1}), (began_priced, {"lr": 0.1, "profile": str(prices)})):
+        cell.folder.mkdir(parents=True)
+        (cell.folder / "config.yaml").write_text(yaml.safe_dump({"command": how}))
+    for cell in placed:
+        assert "--profile" not in alone.command(cell)
+        priced = not cell.method.by_clock and cell is not began_alone
+        assert ("--profile" in shared.command(cell), "--no-feedback" in shared.command(cell)) == (priced, priced)
+    # Whatever is trained by the clock is trained less beside others: it runs alone, and its seconds count.
+    by_clock = [cell for cell in placed if cell.method.by_clock]
+    assert {cell.method.policy for cell in by_clock} == {"adaptive"}
+    running = lambda cell: [_Running(cell, None, None)]  # type: ignore[arg-type]  # noqa: E731
+    others = [cell for cell in placed if not cell.method.by_clock]
+    assert _may_join(others[0], running(others[1]))
+    assert _may_join(by_clock[0], [])
+    assert not _may_join(by_clock[0], running(others[0]))
+    assert not _may_join(others[0], running(by_clock[0]))
+
+
+def test_a_cell_that_diverged_is_not_tried_again(tmp_path: Path) -> None:
+    made = grid(policies=["full"], rates=[0.01, 0.1], seeds=[0])
+    workload = made.workloads[0]
+    fine, wild = made.trials(workload)
+    leave(tmp_path / "out", fine, val=0.5)
+    (final,) = made.finals(workload, {made.methods[0]: 0.01})
+    leave(tmp_path / "out", final, val=0.5, test=0.4)
+    (tmp_path / "out" / wild.folder).mkdir()
+    (tmp_path / "out" / wild.folder / "diverged.json").write_text('{"diverged": "the loss is nan at step 3"}')
+    run = comparison(tmp_path, made, resume=True)
+    assert run.progress.rates, "every trial has come to something"
+    run._start = None  # type: ignore[assignment,method-assign]  # nothing is to be started
+    run._run([made.under(tmp_path / "out", cell) for cell in (fine, wild, final)])
+    assert run.failed == {wild.name: "the loss is nan at step 3"}
+    remarks: list[str] = []
+    run._judge(workload, run._rates(workload), remarks)
+    assert run.failed == {}
+    assert f"{wild.name}: the loss is nan at step 3" in remarks
+
+
+def test_of_a_finished_cell_stays_what_is_of_use(tmp_path: Path) -> None:
+    made = grid(policies=["full"], rates=[0.01, 0.1], seeds=[0])
+    cells = [*made.trials(made.workloads[0])[:1], *made.finals(made.workloads[0], {made.methods[0]: 0.01})]
+
+    def left(**options: Any) -> list[bool]:
+        run = comparison(tmp_path, made, resume=True, **options)
+        for cell in cells:
+            (tmp_path / "out" / cell.folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "out" / cell.folder / "model.safetensors").write_bytes(b"much")
+            run._tidy(made.under(tmp_path / "out", cell))
+            assert not (tmp_path / "out" / cell.folder / "checkpoint").exists()
+        return [(tmp_path / "out" / cell.folder / "model.safetensors").exists() for cell in cells]
+
+    assert left() == [False, True]
+    assert left(keep_weights=False) == [False, False]
+
+
+@pytest.mark.slow
+def test_beside_each_other_cells_train_by_one_profile(images: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    words = command(images, out, "--jobs", 2, "--epochs", 1, "--lr", "0.01,1e30", policy="full,suffix")
+    words += ["--budget", "0.9x", "--json"]
+    assert cli.main(words) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(list((out / "profiles").iterdir())) == 1
+    kept = {(folder / "profile.json").read_text() for folder in (out / "cells").glob("*/*-s0")}
+    assert len(kept) == 1, "all plan by the same prices"
+    for row in document["cells"]:
+        (plan,) = json.loads((Path(row["folder"]) / "result.json").read_text())["plans"]
+        assert row["alone_s"] == pytest.approx(row["steps"] * plan["predicted_step_s"])
+        assert row["jobs"] == 2
+    assert sum("the loss is" in remark for remark in document["remarks"]) == 2
+    assert not list((out / "cells").glob("*/*-trial/*.safetensors"))
+    began = {path: path.stat().st_mtime_ns for path in (out / "logs").iterdir()}
+    assert cli.main([*words, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] == document["remarks"]
+    assert {path: path.stat().st_mtime_ns for path in (out / "logs").iterdir()} == began, "nothing was run again"
 
 
 def test_seconds_of_cells_that_ran_beside_others_are_never_passed_off_as_undisturbed(tmp_path: Path) -> None:

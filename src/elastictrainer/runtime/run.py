@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from elastictrainer.budget import Budget, format_seconds
-from elastictrainer.errors import BudgetError, CheckpointError, ConfigError
+from elastictrainer.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from elastictrainer.policies import find_policy
 from elastictrainer.policies.adaptive import ADAPTIVE
 from elastictrainer.profiling.profile import Profile
@@ -36,7 +36,7 @@ from elastictrainer.runtime.prunetrain import PruneTrain
 from elastictrainer.runtime.ranks import ranks
 from elastictrainer.runtime.resize import resize
 from elastictrainer.runtime.result import Record, Result, versions
-from elastictrainer.runtime.run_folder import RunFolder
+from elastictrainer.runtime.run_folder import DIVERGED, RunFolder
 from elastictrainer.runtime.schedules import TimedCosine
 from elastictrainer.runtime.settings import Settings, batch_size, configuration, length
 from elastictrainer.runtime.streams import read_streams, seed_streams, write_streams
@@ -476,6 +476,11 @@ class Run:
         return f"{what}: {kept[-1]}; go on with resume=True (--resume) and out={str(self.folder.path)!r}"
 
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def diverged(self, error: TrainingError) -> None:
+        """Leave word of what was not finite: an outcome, which the same options would come to again."""
+        if self.folder is not None:
+            self.folder.write_json(DIVERGED, {"diverged": str(error)})
 
     def end(self, test_loader: Iterable[Any] | None) -> Result:
         """Take the best weights, evaluate them on the test data if there are any, and write everything down."""
