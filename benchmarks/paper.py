@@ -18,10 +18,10 @@ validation of one grid (see `elastictrainer compare`). A rate that diverges is o
 wants `--clip`, with `--runs` of its own. The grids share one folder of cells: what several hold is run once.
 
 Everything is resumable: run it again. `--minutes` are over as if by Ctrl-C, and what is finished is in the tables,
-beside the rows of networks and images that were not asked for this time. On machines that forget, `--state FILE.tar.gz` keeps
-what finished cells have left, without weights: unpacked at the start, packed again after every suite and at the end.
-With `--jobs`, cells share the machine: they plan by prices that were taken alone, and `alone_s` are their seconds by
-these; methods that go by the clock run alone nevertheless.
+beside the rows of networks and images that were not asked for this time. On machines that forget, `--state FILE.tar.gz`
+keeps what finished cells have left, without weights: unpacked at the start, packed again after every suite and at the
+end. With `--jobs`, cells share the machine: they plan by prices that were taken alone, and `alone_s` are their seconds
+by these; methods that go by the clock run alone nevertheless.
 
 A lent machine, in pieces of nine minutes (64 MiB travel a call, so weights and images go ahead, one call each):
 
@@ -29,13 +29,15 @@ A lent machine, in pieces of nine minutes (64 MiB travel a call, so weights and 
     cp -r .venv/lib/python3*/site-packages/{typer,shellingham,click,rich,yaml,markdown_it,mdurl,pygments} carry/lib/
     cp -r .venv/lib/python3*/site-packages/{annotated_doc,torch_pruning} carry/lib/
     run: ls carry                      # carry: [carry/weights], then [carry/cub200], then [carry/pets37], [carry/lib]
-    run: export PYTHONPATH=src:carry/lib PYTHONUNBUFFERED=1 COMMIT=...; cp carry/paper.tar.gz $OUT/; \
-         python3 benchmarks/paper.py --suites half --models resnet50 --sets cub200,pets37 --device cuda --jobs 8 \
+    run: export PYTHONPATH=src:carry/lib PYTHONUNBUFFERED=1 COMMIT=...; cp carry/paper.tar.gz $OUT/; \\
+         nvidia-cuda-mps-control -d; \\
+         python3 benchmarks/paper.py --suites half --models resnet50 --sets cub200,pets37 --device cuda --jobs 8 \\
          --data carry --weights carry/weights --minutes 8.5 --out $OUT --state $OUT/paper.tar.gz
     and here: cp OUT/paper_*.csv benchmarks/results/; cp OUT/paper.tar.gz carry/     # carry: [carry/paper.tar.gz]
 
-The last run again and again, then with `--suites rest`, `run` and `similarity,resolution`, and `--models mobilenet_v2`.
-While the machine stays the same one, cells that were under way go on, too; with its end they are lost.
+Without NVIDIA's MPS, which the second line starts, processes take turns on the GPU. The last run again and again, then
+with `--suites rest`, `run` and `similarity,resolution`, and `--models mobilenet_v2`. While the machine stays the same
+one, cells that were under way go on, too; with its end they are lost.
 
 Overheads (Table 1) are columns of the tables: profile, probe, select.
 

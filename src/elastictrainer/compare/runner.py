@@ -117,6 +117,7 @@ class Comparison:
         Costs, besides the cells themselves, the start of a process for each: some seconds.
         """
         remarks: list[str] = []
+        self._write_table()  # of what is asked for now, however soon this is stopped
         if self.most_jobs > 1:
             remarks.append(f"Up to {self.most_jobs} cells ran at a time: accuracies count, seconds and memory do not.")
         for workload in self.grid.workloads:
@@ -345,13 +346,15 @@ class Comparison:
         return [cell for cell in placed if result(cell) is not None]
 
     def _write(self, remarks: Sequence[str]) -> Path | None:
-        done = self._finished()
-        write_table(self.out / "results.csv", done, jobs=self.most_jobs)
-        finals = [cell.folder for cell in done if cell.stage == "final"]
+        self._write_table()
+        finals = [cell.folder for cell in self._finished() if cell.stage == "final"]
         if not finals:
             return None
         failed = [f"{name}: {why}" for name, why in self.failed.items()]
         return write_comparison(finals, self.out / "report.html", remarks=[*failed, *remarks])
+
+    def _write_table(self) -> None:
+        write_table(self.out / "results.csv", self._finished(), jobs=self.most_jobs)
 
     def _outcome(self, remarks: Sequence[str]) -> Outcome:
         finals = tuple(cell for cell in self._finished() if cell.stage == "final")

@@ -297,6 +297,8 @@ class Run:
         if gone:
             after = sum(p.numel() for p in self.model.parameters())
             self.say(f"{gone} channels are gone: {after / before:.1%} of the {before} parameters are left")
+        else:
+            self.say("no channel has reached zero: the network stays as large as it is")
 
     def count_flops(self, batch: Any) -> None:
         """Once a plan: the operations of a step of it, counted on an extra one that leaves no trace."""
