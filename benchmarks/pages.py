@@ -161,8 +161,8 @@ def resolution(folder: Path, pages: dict[str, str]) -> str:
     """ElasticTrainer, Fig. 13b."""
     text = (
         "## Resolution\n\n"
-        "What the knapsack's cells cost and give, on real profiles (ElasticTrainer, Fig. 13b). Tables are made only of\n"
-        "what bounds leave open, so few cells may do; a gap that stays is searched otherwise, whatever they are.\n\n"
+        "What the knapsack's cells cost and give, on real profiles (ElasticTrainer, Fig. 13b). Tables are made only\n"
+        "of what bounds leave open, so few cells may do; a gap that stays is searched otherwise, whatever they are.\n\n"
     )
     found = tables("paper_resolution_*.csv", folder)
     if not found:

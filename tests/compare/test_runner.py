@@ -76,7 +76,11 @@ def test_a_comparison_stopped_in_one_cell_and_killed_in_the_next_goes_on(
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.splitlines() == ["begins: resnet18 on data: full, lr 0.01, seed 0", "elastictrainer: interrupted"]
+    assert said.splitlines() == [
+        "begins: resnet18 on data: full, lr 0.01, seed 0",
+        f"stopped: 0 of 2 cells; go on with --out {out} --resume",
+        "elastictrainer: interrupted",
+    ]
     assert "stopped" in (out / "logs" / "resnet18_on_data--full-lr0.01-s0.txt").read_text()
     process = start(images, out, "--resume")
     wait_for_checkpoint(shorter, process)
@@ -274,6 +278,21 @@ def test_estimates_come_from_the_methods_own_cells_then_from_its_neighbours(tmp_
     (half.folder / "metrics.jsonl").write_text("{}\n{}\n{}\n")
     assert progress.left_s(workload, full) == pytest.approx(30 + 5)
     assert progress.left() == "2 of 4 cells, about 52s left"
+
+
+def test_what_a_cell_does_once_is_not_expected_of_every_epoch(tmp_path: Path) -> None:
+    made = grid(rates=[0.1, 0.2], policies=["full"], seeds=[0])
+    workload, (full,) = made.workloads[0], made.methods
+    for cell in made.trials(workload):  # 2 epochs of 5 s, of which an evaluation is 1 s, after 30 s of pricing
+        leave(tmp_path, cell, val=0.5, train_s=38.0)
+        path = tmp_path / cell.folder / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"overhead_s": {"profile": 29.0, "flops": 1.0}}))
+    progress = Progress(made, tmp_path)
+    assert progress.left_s(workload, full) == pytest.approx(30 + 6 * 5)
+    begun = progress.cells(workload, full)[1][0].folder
+    begun.mkdir(parents=True)
+    (begun / "metrics.jsonl").write_text("{}\n")
+    assert progress.left_s(workload, full) == pytest.approx(5 * 5)
 
 
 def test_the_live_table_shows_what_is_done_left_and_going_on(tmp_path: Path) -> None:

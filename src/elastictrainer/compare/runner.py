@@ -205,6 +205,7 @@ class Comparison:
                 time.sleep(_POLL_S)
         except KeyboardInterrupt:
             _stop(running)
+            self._say(f"stopped: {self.progress.left()}; go on with --out {self.out} --resume")
             raise
         finally:
             for one in running:
