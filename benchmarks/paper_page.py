@@ -35,6 +35,18 @@ importance**. They are rows below. More things make its figures and these differ
 - The paper's seconds are of a Jetson TX2 and a Raspberry Pi 4B, with TensorFlow; shares of full training can be
   compared, seconds cannot.
 - The paper's PruneTrain is a penalty alone. Here it is the published method: channels leave the network.
+
+| in the paper | here |
+| --- | --- |
+| Table 1, overheads | the column *deciding*; in steps, [Budgets](budget.md) |
+| Table 2, time to reach an accuracy | a table of each network and dataset |
+| Fig. 7, similarity of importance | at the end of this page |
+| Fig. 13b, the solver's resolution | [The solver](solver.md) |
+| Fig. 17, time and operations by budget | the rows of elastic at 0.35x to 0.7x |
+| Fig. 19, by network and dataset | a section each, and one for all of them |
+| Fig. 20, by importance | the rows of elastic with magnitude and gradient |
+| Fig. 21, what was trained | every run's own [report](../howto/report.md) |
+| Figs. 22 and 23, memory and energy | columns; memory at batch 64 in [Budgets](budget.md) |
 """
 PRICED = (
     "**Up to {} runs shared the machine.** Accuracies count; seconds are those of their steps by prices taken alone, "
@@ -79,7 +91,30 @@ def comparison(folder: Path, pages: dict[str, str]) -> str:
             text += f"![Accuracy against seconds of training]({name})\n\n"
         text += time_to_accuracy(groups)
         text += where(here, ", ".join(dict.fromkeys(r["source"] for r in here)))
-    return text + "\n" + similarity(folder)
+    return text + across(rows) + "\n" + similarity(folder)
+
+
+def across(rows: Sequence[Row]) -> str:
+    """ElasticTrainer, Fig. 19: each method on each network and dataset, and how far it is from full training there."""
+    keys = list(dict.fromkeys(map(workload, rows)))
+    if len(keys) < 2:
+        return ""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+
+    def reached(method: str, key: tuple[str, str, str]) -> float | None:
+        return mean([row for row in rows if workload(row) == key and row["method"] == method], "accuracy")
+
+    def shown(method: str, key: tuple[str, str, str]) -> str:
+        own, whole = reached(method, key), reached("full", key)
+        if own is None:
+            return "–"
+        return f"{100 * own:.1f}" + (f" ({100 * (own - whole):+.1f})" if whole is not None and method != "full" else "")
+
+    names = [f"{model.rpartition('/')[2]}, {Path(data).name}" for model, data, _ in keys]
+    return (
+        "\n## By network and dataset\n\nTest accuracy, and points from full training (ElasticTrainer, Fig. 19).\n\n"
+        + markdown(("method", *names), [(method, *(shown(method, key) for key in keys)) for method in methods])
+    )
 
 
 def workload(row: Row) -> tuple[str, str, str]:

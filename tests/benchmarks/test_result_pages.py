@@ -174,6 +174,19 @@ def test_a_partial_table_says_what_it_lacks_and_what_to_doubt(results: Path) -> 
     assert row_of(index, "prunetrain")[-1] == "0.003 (largest tried)"
 
 
+def test_several_networks_stand_beside_each_other(results: Path) -> None:
+    with (results / "paper_half_cuda.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert "By network and dataset" not in pages.build(results)["index.md"]
+    other = [{**row, "model": "torchvision/mobilenet_v2", "accuracy": "0.5"} for row in rows if row["method"] == "full"]
+    write(results / "paper_half_cuda.csv", [*rows, *other])
+    index = pages.build(results)["index.md"]
+    table = index[index.index("By network and dataset") :]
+    assert row_of(table, "method") == ["method", "mobilenet_v2, cub200", "resnet50, cub200"]
+    assert row_of(table, "full") == ["full", "50.0", "80.0"]
+    assert row_of(table, "elastic 0.5x") == ["elastic 0.5x", "–", "62.0 (-18.0)"]
+
+
 def test_of_runs_beside_others_seconds_are_those_of_their_prices(results: Path) -> None:
     path = results / "paper_half_cuda.csv"
     with path.open() as file:
