@@ -278,6 +278,8 @@ def test_estimates_come_from_the_methods_own_cells_then_from_its_neighbours(tmp_
     (half.folder / "metrics.jsonl").write_text("{}\n{}\n{}\n")
     assert progress.left_s(workload, full) == pytest.approx(30 + 5)
     assert progress.left() == "2 of 4 cells, about 52s left"
+    progress.jobs = 2
+    assert progress.left() == "2 of 4 cells, about 26s left"
 
 
 def test_what_a_cell_does_once_is_not_expected_of_every_epoch(tmp_path: Path) -> None:

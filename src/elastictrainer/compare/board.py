@@ -47,6 +47,7 @@ class Progress:
 
     grid: Grid
     out: Path
+    jobs: int = 1
     rates: dict[tuple[Workload, Method], float] = field(default_factory=dict)
     started_s: list[float] = field(default_factory=list)
     _known: dict[Path, dict[str, Any]] = field(default_factory=dict)
@@ -116,9 +117,13 @@ class Progress:
         )
 
     def left(self) -> str:
-        """In words, for all."""
+        """In words, for all: so many cells at a time, but for those that run alone."""
         done, total = self.counts()
-        each = [self.left_s(workload, method) for workload in self.grid.workloads for method in self.grid.methods]
+        each = [
+            None if (left := self.left_s(workload, method)) is None else left / (1 if method.by_clock else self.jobs)
+            for workload in self.grid.workloads
+            for method in self.grid.methods
+        ]
         known = [seconds for seconds in each if seconds is not None]
         about = f", about {format_seconds(round(sum(known)))} left" if len(known) == len(each) and done < total else ""
         return f"{done} of {total} cells{about}"

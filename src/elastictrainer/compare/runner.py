@@ -105,7 +105,7 @@ class Comparison:
         self.most_jobs = jobs  # at any time of this comparison, however often it was continued
         self.failed: dict[str, str] = {}
         self._open(dict(shared), dict(asked), resume)
-        self.progress = Progress(grid, out)
+        self.progress = Progress(grid, out, jobs)
         self.board = board
         for workload in grid.workloads:  # so that tables hold, all along, what was finished before
             if all(has_ended(grid.under(out, cell)) for cell in grid.trials(workload)):
