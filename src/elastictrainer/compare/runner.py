@@ -121,7 +121,6 @@ class Comparison:
         if self.most_jobs > 1:
             remarks.append(f"Up to {self.most_jobs} cells ran at a time: accuracies count, seconds and memory do not.")
         for workload in self.grid.workloads:
-            self._price(workload)
             self._run([self.grid.under(self.out, cell) for cell in self.grid.trials(workload)])
             rates = self._rates(workload)
             self._judge(workload, rates, remarks)
@@ -189,6 +188,8 @@ class Comparison:
         waiting = [cell for cell in cells if not has_ended(cell)]
         if self.jobs > 1:
             waiting.sort(key=lambda cell: cell.method.by_clock)
+        if any(not cell.method.by_clock for cell in waiting):
+            self._price(waiting[0].workload)
         running: list[_Running] = []
         self._show(running)
         try:
@@ -228,9 +229,8 @@ class Comparison:
         """Take the prices that cells beside each other plan by, while nothing else runs. Without them each takes its
         own, disturbed as they are: what keeps a workload from being priced keeps its cells from training, and they say
         why."""
-        cells = [*self.grid.trials(workload), *self.grid.finals(workload, dict.fromkeys(self.grid.methods, 0.0))]
         path = self._profile(workload)
-        if self.most_jobs == 1 or path.exists() or all(cell.method.by_clock for cell in cells):
+        if self.most_jobs == 1 or path.exists():
             return
         options = {key: self.shared[key] for key in _PRICED if key in self.shared}
         write_atomically(self.out / "profile.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
