@@ -14,7 +14,7 @@ from typing import Any
 
 HERE = str(Path(__file__).resolve().parent)
 RESULTS = Path(__file__).parent / "results"
-SMALL = (".json", ".jsonl", ".yaml", ".html", ".csv", ".txt")  # what of a run folder travels
+SMALL = (".json", ".jsonl", ".yaml", ".csv", ".txt")  # what of a run folder travels: its page can be made again
 
 
 def where(device: str = "cpu") -> dict[str, Any]:
@@ -78,6 +78,15 @@ def kept_rows(path: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     told = {key: str(_round(value)) for key, value in facts.items()}
     return [dict(row) for row in read_csv(path) if all(row.get(key) == value for key, value in told.items())]
+
+
+def with_others(path: Path, rows: Iterable[Mapping[str, Any]], key: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows, and those that the table there, or the one kept in the repository, has of other keys: a suite that was
+    asked for one network leaves those of the others alone."""
+    rows, key = [dict(row) for row in rows], list(key)
+    kept = next((read_csv(p) for p in (path, RESULTS / path.name) if p.is_file()), [])
+    mine = {tuple(str(row.get(k)) for k in key) for row in rows}
+    return [*(row for row in kept if tuple(str(row.get(k)) for k in key) not in mine), *rows]
 
 
 def print_table(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """The paper's comparison, on equal terms and with the controls that it left out.
 
     python benchmarks/paper.py --device cuda --data ../shared/data --weights ../shared/weights
-    python benchmarks/paper.py --dry-run                      # every cell, tiny, on this CPU: some minutes
+    python benchmarks/paper.py --dry-run                      # every suite, tiny, on this CPU: three minutes
 
 Suites, all of them by default (`--suites half,rest,run,similarity,resolution`):
 
@@ -14,9 +14,30 @@ similarity  how alike importance is from interval to interval, and by the number
 resolution  what the knapsack's resolution costs and gives on a real profile (Fig. 13b).
 
 12 epochs, batch 4, SGD with momentum and decoupled decay, cosine; the learning rate of each method is the best on
-validation of one grid (see `elastictrainer compare`). Everything is resumable: run it again. On machines that forget,
-`--state FILE.tar.gz` keeps what the finished cells have left, without weights: unpacked at the start, packed again
-after every suite and when `--minutes` are over.
+validation of one grid (see `elastictrainer compare`). A rate that diverges is out, and a network whose every rate does
+wants `--clip`, with `--runs` of its own. The grids share one folder of cells: what several hold is run once.
+
+Everything is resumable: run it again. `--minutes` are over as if by Ctrl-C, and what is finished is in the tables,
+beside the rows of networks and images that were not asked for this time. On machines that forget, `--state FILE.tar.gz`
+keeps what finished cells have left, without weights: unpacked at the start, packed again after every suite and at the
+end. With `--jobs`, cells share the machine: they plan by prices that were taken alone, and `alone_s` are their seconds
+by these; methods that go by the clock run alone nevertheless.
+
+A lent machine, in pieces of nine minutes (64 MiB travel a call, so weights and images go ahead, one call each):
+
+    mkdir -p carry/lib; cp -r ../shared/weights ../shared/data/cub200 ../shared/data/pets37 carry/
+    cp -r .venv/lib/python3*/site-packages/{typer,shellingham,click,rich,yaml,markdown_it,mdurl,pygments} carry/lib/
+    cp -r .venv/lib/python3*/site-packages/{annotated_doc,torch_pruning} carry/lib/
+    run: ls carry                      # carry: [carry/weights], then [carry/cub200], then [carry/pets37], [carry/lib]
+    run: export PYTHONPATH=src:carry/lib PYTHONUNBUFFERED=1 COMMIT=...; cp carry/paper.tar.gz $OUT/; \\
+         nvidia-cuda-mps-control -d; \\
+         python3 benchmarks/paper.py --suites half --models resnet50 --sets cub200,pets37 --device cuda --jobs 8 \\
+         --data carry --weights carry/weights --minutes 8.5 --out $OUT --state $OUT/paper.tar.gz
+    and here: cp OUT/paper_*.csv benchmarks/results/; cp OUT/paper.tar.gz carry/     # carry: [carry/paper.tar.gz]
+
+Without NVIDIA's MPS, which the second line starts, processes take turns on the GPU. The last run again and again, then
+with `--suites rest`, `run` and `similarity,resolution`, and `--models mobilenet_v2`. While the machine stays the same
+one, cells that were under way go on, too; with its end they are lost.
 
 Overheads (Table 1) are columns of the tables: profile, probe, select.
 
@@ -44,7 +65,7 @@ from elastictrainer.compare import Comparison, Grid
 from elastictrainer.compare.board import make_board
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, commit, pack, print_table, read_csv, unpack, where, write_csv
+from common import RESULTS, commit, folder_or_none, pack, print_table, read_csv, unpack, where, with_others, write_csv
 from workloads import NAMES, WEIGHTS, images, loss_fn, network
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -56,12 +77,12 @@ GRIDS: dict[str, dict[str, Any]] = {
     "rest": {"policies": ["head", "bn_bias", "prunetrain", "elastic"], "budgets": ["0.35x", "0.4x", "0.6x", "0.7x"]},
     "run": {"policies": ["adaptive", "shorter"], "budgets": ["0.1x", "0.25x", "0.5x"]},
 }
-ASKED = ("*/comparison.yaml", "*/train.yaml")
+ASKED = ("*/comparison.yaml", "*/train.yaml", "*/profile.yaml", "*/profiles/*.json")
 
 
 def compare_suite(name: str, args: argparse.Namespace) -> None:
     """One of the grids, by `elastictrainer.compare`; its table is copied to the results, with the commit."""
-    out = args.runs / name
+    out = args.runs / "compared"
     models = args.models.split(",")
     data = [str(args.data / d) for d in args.sets.split(",")]
     grid = Grid.of(
@@ -79,13 +100,30 @@ def compare_suite(name: str, args: argparse.Namespace) -> None:
     }  # fmt: skip
     if args.device == "cpu":
         shared["threads"] = args.threads
+    if args.clip is not None:
+        shared["clip"] = args.clip
     asked = {"epochs": args.epochs, "tune-epochs": grid.tune_epochs, **shared}
     with make_board(wanted=True) as board:
-        outcome = Comparison(grid, out, shared=shared, asked=asked, resume=True, jobs=args.jobs, board=board).run()
-    rows = [{**row, "commit": row["commit"] or commit()} for row in read_csv(outcome.csv)]
-    write_csv(args.out / f"paper_{name}_{args.tag}.csv", [{k: v for k, v in r.items() if k != "folder"} for r in rows])
+        comparison = Comparison(
+            grid, out, shared=shared, asked=asked, resume=True, jobs=args.jobs, keep_weights=False, board=board
+        )
+        try:
+            outcome = comparison.run()
+        finally:  # stopped, too: a piece of the suite is a piece of the table
+            if (out / "results.csv").exists():
+                rows = [{**row, "data": Path(row["data"]).name} for row in read_csv(out / "results.csv")]
+                rows = [{**row, "commit": row["commit"] or commit()} for row in rows]
+                save(
+                    f"paper_{name}_{args.tag}.csv", [{k: v for k, v in r.items() if k != "folder"} for r in rows], args
+                )
     for failed, why in outcome.failed.items():
         print(f"failed: {failed}: {why}", file=sys.stderr)
+
+
+def save(name: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """A suite's table, with the rows of networks and images that were not asked for this time."""
+    key = [column for column in ("model", "data") if rows and column in rows[0]]
+    write_csv(args.out / name, with_others(args.out / name, rows, key))
 
 
 def recipe(model: str, args: argparse.Namespace) -> Path:
@@ -128,7 +166,7 @@ def similarity_suite(args: argparse.Namespace) -> None:
                          "least": min(pairs)} | facts
                     )  # fmt: skip
             rows += [row | facts for row in asked]
-            write_csv(args.out / f"paper_similarity_{args.tag}.csv", rows)
+            save(f"paper_similarity_{args.tag}.csv", rows, args)
             del model, data
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -185,7 +223,7 @@ def resolution_suite(args: argparse.Namespace) -> None:
                 {"model": name, "budget": f"{budget:g}x", "cells": cells, "of_best": value / best if best else None,
                  "ms": ms, "tensors": len(profile.names)} | where(args.device) | {"seed": 0, "commit": commit()}
             )  # fmt: skip
-        write_csv(args.out / f"paper_resolution_{args.tag}.csv", rows)
+        save(f"paper_resolution_{args.tag}.csv", rows, args)
     print_table(rows, ["model", "budget", "cells", "of_best", "ms"])
 
 
@@ -242,7 +280,9 @@ def main() -> None:
     parser.add_argument("--models", default="resnet50,mobilenet_v2")
     parser.add_argument("--sets", default="cub200,pets37", help="folders of --data")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--weights", type=Path, help="folder of weights; without it networks start at random")
+    parser.add_argument(
+        "--weights", type=folder_or_none, help="folder of weights; without it, or `none`, networks start at random"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=4)
@@ -250,7 +290,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--rates", default="0.001,0.003,0.01")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; above 1 seconds mean nothing")
+    parser.add_argument("--clip", type=float, help="the largest norm of gradients, for all methods alike")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="cells at a time; above 1 seconds are by prices taken alone"
+    )
     parser.add_argument("--minutes", type=float, help="stop by then, as with Ctrl-C; run it again to go on")
     parser.add_argument("--runs", type=Path, default=Path("runs/paper"))
     parser.add_argument("--state", type=Path, help="archive of what finished runs have left, without weights")
@@ -291,7 +334,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)  # whoever is training finishes the step and writes a checkpoint
 
 
 if __name__ == "__main__":

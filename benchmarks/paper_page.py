@@ -35,7 +35,27 @@ importance**. They are rows below. More things make its figures and these differ
 - The paper's seconds are of a Jetson TX2 and a Raspberry Pi 4B, with TensorFlow; shares of full training can be
   compared, seconds cannot.
 - The paper's PruneTrain is a penalty alone. Here it is the published method: channels leave the network.
+
+| in the paper | here |
+| --- | --- |
+| Table 1, overheads | the column *deciding*; in steps, [Budgets](budget.md) |
+| Table 2, time to reach an accuracy | a table of each network and dataset |
+| Fig. 7, similarity of importance | at the end of this page |
+| Fig. 13b, the solver's resolution | [The solver](solver.md) |
+| Fig. 17, time and operations by budget | the rows of elastic at 0.35x to 0.7x |
+| Fig. 19, by network and dataset | a section each, and one for all of them |
+| Fig. 20, by importance | the rows of elastic with magnitude and gradient |
+| Fig. 21, what was trained | every run's own [report](../howto/report.md) |
+| Figs. 22 and 23, memory and energy | columns; memory at batch 64 in [Budgets](budget.md) |
 """
+PRICED = (
+    "**Up to {} runs shared the machine.** Accuracies count; seconds are those of their steps by prices taken alone, "
+    "without deciding and spread evenly over epochs, where there are such prices; energy and memory are left out.\n\n"
+)
+DISTURBED = (
+    "train_s", "eval_s", "step_s", "full_step_s", "measured_ratio", "peak_bytes", "deciding_peak_bytes", "energy_j",
+    "per_epoch_s", *(f"{part}_s" for part in OVERHEADS),
+)  # fmt: skip
 READING = (
     "*Of full's seconds* and *of full's operations* are of the whole run, deciding included in the seconds;"
     " *steps' ratio* is of the steps alone, against full steps as they were in that very run (ElasticTrainer, Fig. 17);"
@@ -49,7 +69,7 @@ NOTICEABLE = 0.01  # of accuracy: "no noticeable loss" is read as less than a po
 def comparison(folder: Path, pages: dict[str, str]) -> str:
     text = INTRODUCTION + "\n"
     found = {n: made for grid in GRIDS for n, made in tables(f"paper_{grid}_*.csv", folder).items()}
-    everything = [row | {"source": name} for name, made in found.items() for row in made]
+    everything = [undisturbed(row) | {"source": name} for name, made in found.items() for row in made]
     # A method that several grids hold counts once for each seed.
     finals = [row for row in everything if row["stage"] == "final"]
     rows = list({(*workload(r), r["method"], r["seed"]): r for r in reversed(finals)}.values())[::-1]
@@ -65,13 +85,36 @@ def comparison(folder: Path, pages: dict[str, str]) -> str:
         tried = {float(row["lr"]) for row in everything if workload(row) == key}
         text += f"\n## {key[0].rpartition('/')[2]} on {Path(key[1]).name}\n\n"
         text += missing(groups) + disturbed(here) + outcome(groups, tried) + READING + claims(groups) + verdict(groups)
-        if any(figures(made, "accuracy") for made in groups.values()):
+        if any(figures(made, "accuracy") and figures(made, "train_s") for made in groups.values()):
             name = f"frontier-{place + 1}.svg"
             pages[name] = frontier(groups)
             text += f"![Accuracy against seconds of training]({name})\n\n"
         text += time_to_accuracy(groups)
         text += where(here, ", ".join(dict.fromkeys(r["source"] for r in here)))
-    return text + "\n" + similarity(folder)
+    return text + across(rows) + "\n" + similarity(folder)
+
+
+def across(rows: Sequence[Row]) -> str:
+    """ElasticTrainer, Fig. 19: each method on each network and dataset, and how far it is from full training there."""
+    keys = list(dict.fromkeys(map(workload, rows)))
+    if len(keys) < 2:
+        return ""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+
+    def reached(method: str, key: tuple[str, str, str]) -> float | None:
+        return mean([row for row in rows if workload(row) == key and row["method"] == method], "accuracy")
+
+    def shown(method: str, key: tuple[str, str, str]) -> str:
+        own, whole = reached(method, key), reached("full", key)
+        if own is None:
+            return "–"
+        return f"{100 * own:.1f}" + (f" ({100 * (own - whole):+.1f})" if whole is not None and method != "full" else "")
+
+    names = [f"{model.rpartition('/')[2]}, {Path(data).name}" for model, data, _ in keys]
+    return (
+        "\n## By network and dataset\n\nTest accuracy, and points from full training (ElasticTrainer, Fig. 19).\n\n"
+        + markdown(("method", *names), [(method, *(shown(method, key) for key in keys)) for method in methods])
+    )
 
 
 def workload(row: Row) -> tuple[str, str, str]:
@@ -103,9 +146,18 @@ def missing(groups: Groups) -> str:
 
 def disturbed(rows: Sequence[Row]) -> str:
     jobs = max(int(row.get("jobs") or 1) for row in rows)
-    if jobs == 1:
-        return ""
-    return f"**Up to {jobs} runs shared the machine: accuracies count, seconds, energy and memory do not.**\n\n"
+    return PRICED.format(jobs) if jobs > 1 else ""
+
+
+def undisturbed(row: Row) -> dict[str, str]:
+    """Of a run beside others, what the others did not change: its seconds are then those that its prices say."""
+    if int(row.get("jobs") or 1) == 1:
+        return dict(row)
+    kept = {**row, **dict.fromkeys(DISTURBED, ""), "train_s": row.get("alone_s") or ""}
+    if kept["train_s"]:
+        epochs = len((row.get("per_epoch_s") or "").split())
+        kept["per_epoch_s"] = " ".join(str(float(kept["train_s"]) * (n + 1) / epochs) for n in range(epochs))
+    return kept
 
 
 # -- what is there ---------------------------------------------------------------------------------------------------
@@ -133,9 +185,11 @@ def table_row(method: str, groups: Groups, tried: set[float]) -> tuple[str, ...]
     made = groups[method]
     scores = figures(made, "accuracy")
     spread = f" ± {100 * statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
-    deciding = statistics.mean(
-        sum(float(r.get(f"{part}_s") or 0) for part in OVERHEADS) / float(r["train_s"]) for r in made
-    )
+    deciding = [
+        sum(figures([r], f"{part}_s")[0] for part in OVERHEADS if r.get(f"{part}_s")) / float(r["train_s"])
+        for r in made
+        if r.get("train_s") and any(r.get(f"{part}_s") for part in OVERHEADS)
+    ]
     ratio, peak = mean(made, "measured_ratio"), mean(made, "peak_bytes")
     return (
         method,
@@ -143,7 +197,7 @@ def table_row(method: str, groups: Groups, tried: set[float]) -> tuple[str, ...]
         str(len(made)),
         share(made, groups, "train_s"),
         "–" if ratio is None else f"{ratio:.3f}",
-        f"{deciding:.1%}",
+        f"{statistics.mean(deciding):.1%}" if deciding else "–",
         share(made, groups, "flops"),
         share(made, groups, "energy_j"),
         "–" if peak is None else f"{peak / 2**20:.0f}",
@@ -170,6 +224,7 @@ def claims(groups: Groups) -> str:
     if "full" not in groups or not elastic:
         return ""
     lines = []
+    priced = any(int(row.get("jobs") or 1) > 1 for made in groups.values() for row in made)
     whole, half = mean(groups["full"], "accuracy"), mean(elastic.get("elastic 0.5x"), "accuracy")
     if whole is not None and half is not None:
         said = f"at 0.5x {100 * half:.1f}% against {100 * whole:.1f}%, {difference(half, whole)} full training"
@@ -180,11 +235,11 @@ def claims(groups: Groups) -> str:
     ):
         full, own = mean(groups["full"], key), {m: v for m, made in elastic.items() if (v := mean(made, key))}
         if full is None or not own:
-            lines.append((claim, "no meter was there", "not measured"))
+            lines.append((claim, "runs shared the machine" if priced else "no meter was there", "not measured"))
             continue
         least = min(own, key=lambda method: own[method])
         factor = full / own[least]
-        said = f"{least}: {factor:.2f} {words}, deciding included"
+        said = f"{least}: {factor:.2f} {words}{'' if priced else ', deciding included'}"
         lines.append((claim, said, "yes" if factor >= limit else "no"))
     return markdown(("the paper's abstract says", "here", "agrees"), lines) + "\n"
 
@@ -227,7 +282,7 @@ def verdict(groups: Groups) -> str:
 def frontier(groups: Groups) -> str:
     families: dict[str, list[Point]] = {}
     for method, made in groups.items():
-        if scores := figures(made, "accuracy"):
+        if (scores := figures(made, "accuracy")) and figures(made, "train_s"):
             family = " ".join(word for word in method.split() if not word.endswith("x") or not word[0].isdigit())
             family = "full" if family == "full shorter" else family
             seconds = statistics.mean(figures(made, "train_s"))

@@ -169,7 +169,40 @@ def test_a_partial_table_says_what_it_lacks_and_what_to_doubt(results: Path) -> 
     write(path, [final, *({**final, "stage": "rate", "lr": lr, "accuracy": ""} for lr in (0.001, 0.003))])
     index = pages.build(results)["index.md"]
     assert "Up to 4 runs shared the machine" in index
+    assert row_of(index, "prunetrain")[3] == "–", "its seconds are those of others, too, and no price says them"
+    assert row_of(index, "full")[3] == "1.00"
     assert row_of(index, "prunetrain")[-1] == "0.003 (largest tried)"
+
+
+def test_several_networks_stand_beside_each_other(results: Path) -> None:
+    with (results / "paper_half_cuda.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert "By network and dataset" not in pages.build(results)["index.md"]
+    other = [{**row, "model": "torchvision/mobilenet_v2", "accuracy": "0.5"} for row in rows if row["method"] == "full"]
+    write(results / "paper_half_cuda.csv", [*rows, *other])
+    index = pages.build(results)["index.md"]
+    table = index[index.index("By network and dataset") :]
+    assert row_of(table, "method") == ["method", "mobilenet_v2, cub200", "resnet50, cub200"]
+    assert row_of(table, "full") == ["full", "50.0", "80.0"]
+    assert row_of(table, "elastic 0.5x") == ["elastic 0.5x", "–", "62.0 (-18.0)"]
+
+
+def test_of_runs_beside_others_seconds_are_those_of_their_prices(results: Path) -> None:
+    path = results / "paper_half_cuda.csv"
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    write(path, [{**row, "jobs": 8, "alone_s": float(row["train_s"]) / 10} for row in rows])
+    (results / "paper_rest_cuda.csv").unlink()
+    index = pages.build(results)["index.md"]
+    # 60 s of 100 s are 6 s of 10 s by prices; what was measured beside others is not shown.
+    assert row_of(index, "elastic 0.5x")[3:6] == ["0.60", "–", "–"]
+    times = index[index.index("(Table 2):") :]
+    assert row_of(times, "full")[1:] == ["5s", "10s", "10s", "10s"]
+    assert row_of(index, "it takes a half to a third of their energy")[1:] == [
+        "runs shared the machine",
+        "not measured",
+    ]
+    assert "deciding included, " not in index
 
 
 def test_a_table_without_full_training_or_any_accuracy_still_makes_a_page(results: Path) -> None:

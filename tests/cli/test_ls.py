@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from elastictrainer.compare import SHORTER
 from elastictrainer.fewshot.methods import METHODS
 from elastictrainer.importance import IMPORTANCES
 from elastictrainer.policies import POLICIES
@@ -18,6 +19,8 @@ def test_a_registry_is_listed_in_full_with_one_line_each(main, what, registry):
     code, out, err = main("ls", what, "--json")
     assert (code, err) == (0, "")
     listed = json.loads(out)[what]
+    if what == "policies":
+        assert listed.pop()["name"] == SHORTER
     assert [entry["name"] for entry in listed] == list(registry)
     for entry in listed:
         assert entry["description"]

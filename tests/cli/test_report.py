@@ -52,6 +52,17 @@ def test_several_runs_need_a_place_of_their_own(main: Main, runs: list[Path], tm
     assert {Path(path).name for path in document["figures"]} >= {"accuracy.svg", "frontier.svg", "memory.svg"}
 
 
+def test_png_without_a_browser_says_what_to_do(
+    main: Main, runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    code, _, complaint = main("report", runs[0], "--plots", tmp_path / "plots", "--png")
+    assert code == 2
+    assert "Chromium" in complaint
+    assert complaint.count("\n") == 1
+    assert main("report", runs[0], "--png")[0] == 2
+
+
 def test_a_folder_that_is_no_run_is_one_line(main: Main, tmp_path: Path) -> None:
     code, _, complaint = main("report", tmp_path)
     assert code == 1

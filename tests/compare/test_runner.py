@@ -21,6 +21,7 @@ from PIL import Image
 from elastictrainer import cli
 from elastictrainer.compare import Cell, Comparison, Grid
 from elastictrainer.compare.board import Progress, draw
+from elastictrainer.compare.runner import _may_join, _Running
 from elastictrainer.compare.table import COLUMNS
 from elastictrainer.errors import CheckpointError
 
@@ -75,7 +76,11 @@ def test_a_comparison_stopped_in_one_cell_and_killed_in_the_next_goes_on(
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.splitlines() == ["begins: resnet18 on data: full, lr 0.01, seed 0", "elastictrainer: interrupted"]
+    assert said.splitlines() == [
+        "begins: resnet18 on data: full, lr 0.01, seed 0",
+        f"stopped: 0 of 2 cells; go on with --out {out} --resume",
+        "elastictrainer: interrupted",
+    ]
     assert "stopped" in (out / "logs" / "resnet18_on_data--full-lr0.01-s0.txt").read_text()
     process = start(images, out, "--resume")
     wait_for_checkpoint(shorter, process)
@@ -273,6 +278,23 @@ def test_estimates_come_from_the_methods_own_cells_then_from_its_neighbours(tmp_
     (half.folder / "metrics.jsonl").write_text("{}\n{}\n{}\n")
     assert progress.left_s(workload, full) == pytest.approx(30 + 5)
     assert progress.left() == "2 of 4 cells, about 52s left"
+    progress.jobs = 2
+    assert progress.left() == "2 of 4 cells, about 26s left"
+
+
+def test_what_a_cell_does_once_is_not_expected_of_every_epoch(tmp_path: Path) -> None:
+    made = grid(rates=[0.1, 0.2], policies=["full"], seeds=[0])
+    workload, (full,) = made.workloads[0], made.methods
+    for cell in made.trials(workload):  # 2 epochs of 5 s, of which an evaluation is 1 s, after 30 s of pricing
+        leave(tmp_path, cell, val=0.5, train_s=38.0)
+        path = tmp_path / cell.folder / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"overhead_s": {"profile": 29.0, "flops": 1.0}}))
+    progress = Progress(made, tmp_path)
+    assert progress.left_s(workload, full) == pytest.approx(30 + 6 * 5)
+    begun = progress.cells(workload, full)[1][0].folder
+    begun.mkdir(parents=True)
+    (begun / "metrics.jsonl").write_text("{}\n")
+    assert progress.left_s(workload, full) == pytest.approx(5 * 5)
 
 
 def test_the_live_table_shows_what_is_done_left_and_going_on(tmp_path: Path) -> None:
@@ -335,6 +357,92 @@ def test_finished_cells_are_never_taken_for_those_of_other_images_or_weights(tmp
     (tmp_path / "a" / "moved").rename(first)
     with pytest.raises(CheckpointError, match=r"weights other\.pth"):
         comparison(tmp_path, grid(data=[str(first)], weights=["other.pth"], rates=[0.1]), resume=True)
+
+
+def test_cells_that_share_the_machine_plan_by_prices_taken_alone(tmp_path: Path) -> None:
+    made = grid(rates=[0.1], seeds=[0, 1], policies=["full", "elastic", "adaptive"])
+    workload = made.workloads[0]
+    alone, shared = comparison(tmp_path, made), comparison(tmp_path, made, resume=True, jobs=2)
+    prices = shared._profile(workload)
+    prices.parent.mkdir()
+    prices.write_text("{}")
+    placed = [made.under(tmp_path / "out", cell) for cell in made.finals(workload, dict.fromkeys(made.methods, 0.1))]
+    began_alone, began_priced = placed[:2]
+    for cell, how in ((began_alone, {"lr": 0.1}), (began_priced, {"lr": 0.1, "profile": str(prices)})):
+        cell.folder.mkdir(parents=True)
+        (cell.folder / "config.yaml").write_text(yaml.safe_dump({"command": how}))
+    for cell in placed:
+        assert "--profile" not in alone.command(cell)
+        priced = not cell.method.by_clock and cell is not began_alone
+        assert ("--profile" in shared.command(cell), "--no-feedback" in shared.command(cell)) == (priced, priced)
+    # Whatever is trained by the clock is trained less beside others: it runs alone, and its seconds count.
+    by_clock = [cell for cell in placed if cell.method.by_clock]
+    assert {cell.method.policy for cell in by_clock} == {"adaptive"}
+    running = lambda cell: [_Running(cell, None, None)]  # type: ignore[arg-type]  # noqa: E731
+    others = [cell for cell in placed if not cell.method.by_clock]
+    assert _may_join(others[0], running(others[1]))
+    assert _may_join(by_clock[0], [])
+    assert not _may_join(by_clock[0], running(others[0]))
+    assert not _may_join(others[0], running(by_clock[0]))
+
+
+def test_a_cell_that_diverged_is_not_tried_again(tmp_path: Path) -> None:
+    made = grid(policies=["full"], rates=[0.01, 0.1], seeds=[0])
+    workload = made.workloads[0]
+    fine, wild = made.trials(workload)
+    leave(tmp_path / "out", fine, val=0.5)
+    (final,) = made.finals(workload, {made.methods[0]: 0.01})
+    leave(tmp_path / "out", final, val=0.5, test=0.4)
+    (tmp_path / "out" / wild.folder).mkdir()
+    (tmp_path / "out" / wild.folder / "diverged.json").write_text('{"diverged": "the loss is nan at step 3"}')
+    run = comparison(tmp_path, made, resume=True)
+    assert run.progress.rates, "every trial has come to something"
+    run._start = None  # type: ignore[assignment,method-assign]  # nothing is to be started
+    run._run([made.under(tmp_path / "out", cell) for cell in (fine, wild, final)])
+    assert run.failed == {wild.name: "the loss is nan at step 3"}
+    remarks: list[str] = []
+    run._judge(workload, run._rates(workload), remarks)
+    assert run.failed == {}
+    assert f"{wild.name}: the loss is nan at step 3" in remarks
+
+
+def test_of_a_finished_cell_stays_what_is_of_use(tmp_path: Path) -> None:
+    made = grid(policies=["full"], rates=[0.01, 0.1], seeds=[0])
+    cells = [*made.trials(made.workloads[0])[:1], *made.finals(made.workloads[0], {made.methods[0]: 0.01})]
+
+    def left(**options: Any) -> list[bool]:
+        run = comparison(tmp_path, made, resume=True, **options)
+        for cell in cells:
+            (tmp_path / "out" / cell.folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "out" / cell.folder / "model.safetensors").write_bytes(b"much")
+            run._tidy(made.under(tmp_path / "out", cell))
+            assert not (tmp_path / "out" / cell.folder / "checkpoint").exists()
+        return [(tmp_path / "out" / cell.folder / "model.safetensors").exists() for cell in cells]
+
+    assert left() == [False, True]
+    assert left(keep_weights=False) == [False, False]
+
+
+@pytest.mark.slow
+def test_beside_each_other_cells_train_by_one_profile(images: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    words = command(images, out, "--jobs", 2, "--epochs", 1, "--lr", "0.01,1e30", policy="full,suffix")
+    words += ["--budget", "0.9x", "--json"]
+    assert cli.main(words) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(list((out / "profiles").iterdir())) == 1
+    kept = {(folder / "profile.json").read_text() for folder in (out / "cells").glob("*/*-s0")}
+    assert len(kept) == 1, "all plan by the same prices"
+    for row in document["cells"]:
+        (plan,) = json.loads((Path(row["folder"]) / "result.json").read_text())["plans"]
+        assert row["alone_s"] == pytest.approx(row["steps"] * plan["predicted_step_s"])
+        assert row["jobs"] == 2
+    assert sum("the loss is" in remark for remark in document["remarks"]) == 2
+    assert not list((out / "cells").glob("*/*-trial/*.safetensors"))
+    began = {path: path.stat().st_mtime_ns for path in (out / "logs").iterdir()}
+    assert cli.main([*words, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] == document["remarks"]
+    assert {path: path.stat().st_mtime_ns for path in (out / "logs").iterdir()} == began, "nothing was run again"
 
 
 def test_seconds_of_cells_that_ran_beside_others_are_never_passed_off_as_undisturbed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from browser import Browser, wait_for
 
-from elastictrainer.report import write_comparison, write_plots, write_report
+from elastictrainer.report import write_comparison, write_plots, write_pngs, write_report
 
 RUN_FIGURES = {"accuracy", "loss", "selection", "budget", "steps", "memory", "overheads"}
 COMPARISON_FIGURES = {
@@ -153,6 +153,22 @@ def test_a_figure_is_saved_as_svg_and_png(browser: Browser, comparison_page: Pat
     # It needs nothing of the page: no class, no variable.
     assert "class=" not in ElementTree.tostring(drawing, encoding="unicode")
     assert browser.errors == []
+
+
+def test_figures_as_png_files_show_what_the_drawings_show(
+    browser: Browser, comparison_page: Path, tmp_path: Path
+) -> None:
+    """Twice as large, and not cut off: there is colour, and the paper's white all around."""
+    from PIL import Image
+
+    drawn = [path for path in write_plots(comparison_page, tmp_path) if path.stem in ("frontier", "memory")]
+    for path, drawing in zip(write_pngs(drawn), drawn):
+        root = ElementTree.fromstring(drawing.read_text())
+        image = Image.open(path).convert("RGB")
+        assert image.size == tuple(2 * round(float(root.attrib[side])) for side in ("width", "height"))
+        edge = {image.getpixel((x, y)) for x in (0, image.width - 1) for y in range(image.height)}
+        assert edge == {(255, 255, 255)}
+        assert len(image.getcolors(2**24)) > 10
 
 
 def test_figures_as_files_are_drawings_that_stand_alone(

@@ -531,6 +531,11 @@ def test_a_loss_that_is_not_finite_stops_at_its_step_and_keeps_what_was_good(tmp
     assert state is not None
     assert state["record"]["step"] == 12
     assert all(value.isfinite().all() for value in state["weights"].values() if value.is_floating_point())
+    # Word of it is left for whoever runs many, and taken back once the run is tried again.
+    word = tmp_path / "run" / "diverged.json"
+    assert "the loss is nan at step 17" in json.loads(word.read_text())["diverged"]
+    run(tmp_path / "run", policy="full", resume=True)
+    assert not word.exists()
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from elastictrainer.runtime.resize import load_pruned, resize
 from elastictrainer.runtime.run import Run
 
 pytest.importorskip("torch_pruning", reason="the extra prunetrain is not installed")
-from elastictrainer.runtime.prunetrain import PruneTrain
+from elastictrainer.runtime.prunetrain import PruneTrain, _norm, _pull
 
 
 class Residual(nn.Module):
@@ -212,6 +212,20 @@ def test_the_lasso_is_what_autograd_would_compute() -> None:
     optimizer.zero_grad()
     optimizer.step()
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (6, 4, 1, 1), (8, 1, 3, 3), (5, 3, 7), (3, 2, 3, 3, 3)])
+@pytest.mark.parametrize("inputs", [True, False])
+def test_the_pull_of_a_weight_is_one_over_its_groups_norms(shape: tuple[int, ...], inputs: bool) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0.0  # has no direction: it is not pulled anywhere, and makes nothing infinite
+    expected = 1.0 / _norm(weight, 0).clamp_min(1e-12)
+    if inputs:
+        expected = expected + 1.0 / _norm(weight, 1).clamp_min(1e-12)
+    for stored in (weight, weight.to(memory_format=torch.channels_last) if weight.dim() == 4 else weight):
+        pull = _pull(stored, inputs=inputs)
+        torch.testing.assert_close(pull.expand(shape), expected.expand(shape))
+        assert (stored * pull)[0].eq(0).all()
 
 
 # -- in the one loop -------------------------------------------------------------------------------------------------

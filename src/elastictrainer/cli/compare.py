@@ -68,6 +68,7 @@ def compare(
     accumulate: training.Accumulate = 1,
     clip: training.Clip = None,
     autocast: options.Autocast = None,
+    graphs: options.Graphs = True,
     interval: options.Interval = "3",
     memory: options.Memory = None,
     pin: options.Pin = None,
@@ -87,6 +88,14 @@ def compare(
             rich_help_panel="Machine",
         ),
     ] = 1,
+    keep_weights: Annotated[
+        bool,
+        typer.Option(
+            "--keep-weights/--no-keep-weights",
+            help="Keep the weights of finished cells; those of trials never are.",
+            rich_help_panel="Output",
+        ),
+    ] = True,
     out: options.Out = None,
     resume: options.Resume = False,
     as_json: options.Json = False,
@@ -118,7 +127,8 @@ def compare(
     shared = {
         "model-options": model_options, "normalize": normalize, "image-size": image_size, "batch-size": batch_size,
         "optimizer": optimizer, "weight-decay": weight_decay, "schedule": schedule, "accumulate": accumulate,
-        "clip": clip, "autocast": autocast, "interval": interval, "memory": memory, "pin": pin,
+        "clip": clip, "autocast": autocast,
+        "graphs": None if graphs else False, "interval": interval, "memory": memory, "pin": pin,
         "probe-batches": probe_batches, "bn": bn, "resting-state": resting_state, "feedback": feedback,
         "deterministic": deterministic, "device": device, "threads": threads,
     }  # fmt: skip
@@ -134,8 +144,9 @@ def compare(
     screen = Output(as_json)
     with make_board(wanted=not as_json) as board:
         outcome = Comparison(
-            grid, where, shared=shared, asked={**asked, **lengths, **shared}, resume=resume, jobs=jobs, board=board
-        ).run()
+            grid, where, shared=shared, asked={**asked, **lengths, **shared}, resume=resume, jobs=jobs,
+            keep_weights=keep_weights, board=board,
+        ).run()  # fmt: skip
     _show(screen, outcome, where)
     if outcome.failed:
         raise typer.Exit(1)

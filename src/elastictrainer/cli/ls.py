@@ -51,9 +51,11 @@ def _models() -> Iterable[_Entry]:
 
 
 def _policies() -> Iterable[_Entry]:
+    from elastictrainer.compare import SHORTER
     from elastictrainer.policies import POLICIES
 
-    return POLICIES.values()
+    shorter = _Control(SHORTER, "Of `compare` alone: train everything, for as many epochs as fit the budget.", "")
+    return [*POLICIES.values(), shorter]
 
 
 def _importances() -> Iterable[_Entry]:
@@ -121,6 +123,13 @@ def ls(
             for shelf, entries in found.items()
         }
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    name: str
+    description: str
+    paper: str
 
 
 def _columns(entries: list[_Entry]) -> list[str]:

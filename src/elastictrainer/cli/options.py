@@ -25,6 +25,7 @@ __all__ = [
     "Budget",
     "Config",
     "Data",
+    "DataCache",
     "Debug",
     "Deterministic",
     "Device",
@@ -148,6 +149,14 @@ Data = Annotated[
     typer.Option(
         "--data",
         help="A folder with train/ (val/, test/), 'torchvision:CIFAR10' and its like, or 'builtin'.",
+        rich_help_panel=_MODEL,
+    ),
+]
+DataCache = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-cache",
+        help="Keep decoded images in a file in this folder; the next run decodes nothing.",
         rich_help_panel=_MODEL,
     ),
 ]

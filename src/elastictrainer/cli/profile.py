@@ -50,6 +50,7 @@ def profile(
     model_options: options.ModelOptions = None,
     normalize: options.Normalize = None,
     data: options.Data = "builtin",
+    data_cache: options.DataCache = None,
     image_size: options.ImageSize = None,
     batch_size: options.BatchSize = 16,
     optimizer: options.Optimizer = "sgd",
@@ -85,7 +86,7 @@ def profile(
     where = prepare(device, threads=threads, seed=seed)
     work = load(
         model, data, weights=weights, model_options=model_options, normalize=normalize, image_size=image_size,
-        batch_size=batch_size, seed=seed, device=where, progress=not as_json,
+        batch_size=batch_size, seed=seed, device=where, cache_dir=data_cache, progress=not as_json,
     )  # fmt: skip
     screen = Output(as_json)
     for line in work.describe():

@@ -29,6 +29,10 @@ def report(
         Path | None,
         typer.Option("--plots", help="Also write every figure into this folder, as SVG.", rich_help_panel="Output"),
     ] = None,
+    png: Annotated[
+        bool,
+        typer.Option("--png", help="With --plots: as PNG, too, drawn by Chromium or Chrome.", rich_help_panel="Output"),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Make a page of a run, or of several side by side.
@@ -42,8 +46,10 @@ def report(
     elastictrainer report runs/full runs/elastic --out runs/comparison.html --plots figures/
     """
     from elastictrainer.errors import ConfigError
-    from elastictrainer.report import write_comparison, write_plots, write_report
+    from elastictrainer.report import write_comparison, write_plots, write_pngs, write_report
 
+    if png and plots is None:
+        raise ConfigError("--png needs --plots, the folder to write figures into")
     screen = Output(as_json)
     if len(runs) == 1:
         page = write_report(runs[0], out)
@@ -53,6 +59,8 @@ def report(
         page = write_comparison(runs, out)
     screen.say(f"report: {page}")
     drawn = write_plots(page, plots) if plots is not None else []
+    if png:
+        drawn = [*drawn, *write_pngs(drawn)]
     if plots is not None:
         screen.say(f"figures: {len(drawn)} in {plots}")
     screen.document({"report": str(page), "figures": [str(path) for path in drawn]})

@@ -103,14 +103,6 @@ CheckpointEvery = Annotated[
     str,
     typer.Option("--checkpoint-every", help="Time between checkpoints within an epoch.", rich_help_panel=_OUTPUT),
 ]
-DataCache = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-cache",
-        help="Keep decoded images in a file in this folder; the next run decodes nothing.",
-        rich_help_panel="Model and data",
-    ),
-]
 Test = Annotated[
     bool,
     typer.Option(
@@ -131,7 +123,7 @@ def train(
     model_options: options.ModelOptions = None,
     normalize: options.Normalize = None,
     data: options.Data = "builtin",
-    data_cache: DataCache = None,
+    data_cache: options.DataCache = None,
     image_size: options.ImageSize = None,
     augment: Augment = None,
     val_share: ValShare = 0.1,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Board", "Progress", "make_board"]
 
 
+_ONCE = ("profile", "flops")  # of what deciding costs, whatever the number of epochs
+
+
 class Board(Protocol):
     """Told of every change (`show`), several times a second that time passes (`tick`), and lines to say."""
 
@@ -38,11 +41,13 @@ class Progress:
     """How far each method of each workload is, read from the run folders, and how long the rest may take.
 
     A method's seconds an epoch are those of its own finished cells; until it has one, those of its workload's others;
-    until there are any, of all others. So an estimate is rough at first and good once every method has run.
+    until there are any, of all others. So an estimate is rough at first and good once every method has run. What a cell
+    does once (pricing a step), it does for however many epochs: trials are short.
     """
 
     grid: Grid
     out: Path
+    jobs: int = 1
     rates: dict[tuple[Workload, Method], float] = field(default_factory=dict)
     started_s: list[float] = field(default_factory=list)
     _known: dict[Path, dict[str, Any]] = field(default_factory=dict)
@@ -80,13 +85,16 @@ class Progress:
                     done, total = done + len(self.finished(cells)), total + len(cells)
         return done, total
 
-    def epoch_s(self, workload: Workload, method: Method) -> float | None:
-        """Seconds of an epoch with its evaluation, of finished cells."""
+    def costs_s(self, workload: Workload, method: Method) -> tuple[float, float] | None:
+        """Seconds that a cell takes once, and those of an epoch with its evaluation, of finished cells."""
 
-        def typical(pairs: Sequence[tuple[Workload, Method]]) -> float | None:
-            made = [m for pair in pairs for cells in self.cells(*pair) for m in self.finished(cells)]
-            each = [(m["train_s"] + m["eval_s"]) / m["epochs"] for m in made if m["epochs"]]
-            return statistics.mean(each) if each else None
+        def typical(pairs: Sequence[tuple[Workload, Method]]) -> tuple[float, float] | None:
+            made = [m for pair in pairs for cells in self.cells(*pair) for m in self.finished(cells) if m["epochs"]]
+            if not made:
+                return None
+            once = [sum(m.get("overhead_s", {}).get(part, 0.0) for part in _ONCE) for m in made]
+            each = [(m["train_s"] + m["eval_s"] - first) / m["epochs"] for m, first in zip(made, once)]
+            return statistics.mean(once), statistics.mean(each)
 
         own = typical([(workload, method)])
         near = own if own is not None else typical([(workload, m) for m in self.grid.methods])
@@ -95,18 +103,27 @@ class Progress:
     def left_s(self, workload: Workload, method: Method) -> float | None:
         """About how long the unfinished cells of a method take, one after the other; None before anything is known."""
         waiting = [cell for cells in self.cells(workload, method) for cell in cells if self._result(cell) is None]
-        each = self.epoch_s(workload, method)
+        costs = self.costs_s(workload, method)
         if not waiting:
             return 0.0
-        if each is None:
+        if costs is None:
             return None
         start_s = statistics.median(self.started_s) if self.started_s else 0.0
-        return sum(max(cell.epochs - self.epochs_done(cell), 0) * each + start_s for cell in waiting)
+        left = [max(cell.epochs - self.epochs_done(cell), 0) for cell in waiting]
+        once_s, each_s = costs
+        return sum(
+            epochs * each_s + start_s + (once_s if epochs == cell.epochs else 0.0)
+            for epochs, cell in zip(left, waiting)
+        )
 
     def left(self) -> str:
-        """In words, for all."""
+        """In words, for all: so many cells at a time, but for those that run alone."""
         done, total = self.counts()
-        each = [self.left_s(workload, method) for workload in self.grid.workloads for method in self.grid.methods]
+        each = [
+            None if (left := self.left_s(workload, method)) is None else left / (1 if method.by_clock else self.jobs)
+            for workload in self.grid.workloads
+            for method in self.grid.methods
+        ]
         known = [seconds for seconds in each if seconds is not None]
         about = f", about {format_seconds(round(sum(known)))} left" if len(known) == len(each) and done < total else ""
         return f"{done} of {total} cells{about}"
@@ -180,7 +197,7 @@ class _Live(_Silent):
             self.show(progress, running)
 
     def say(self, text: str) -> None:
-        if text.startswith("failed"):  # the table shows the rest
+        if text.startswith(("failed", "stopped")):  # the table shows the rest
             self._live.console.print(text, markup=False, highlight=False)
 
 

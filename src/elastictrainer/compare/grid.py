@@ -56,6 +56,15 @@ class Method:
         own = None if self.importance in (self.policy, "elastic") else self.importance  # what is usual goes unsaid
         return " ".join(filter(None, (self.policy, "shorter" if self.shorter else None, own, self.budget)))
 
+    @property
+    def by_clock(self) -> bool:
+        """Whether how much is trained hangs on how fast the machine is: beside others it would be trained less.
+
+        >>> Method("adaptive", budget="0.5x").by_clock, Method("elastic", budget="0.5x").by_clock
+        (True, False)
+        """
+        return self.policy == "adaptive" or (self.budget is not None and Budget.parse(self.budget).kind == "seconds")
+
     def epochs(self, whole: int) -> int:
         """Passes over the data where others make `whole`: rounded down, so that the budget is kept.
 
@@ -208,13 +217,13 @@ class Grid:
     ) -> Cell:
         epochs = method.epochs(self.epochs if stage == "final" else self.tune_epochs)
         last = f"{_slug(method.name)}-lr{rate:g}-s{seed}" + ("" if stage == "final" else "-trial")
-        return Cell(workload, method, rate, seed, epochs, stage, Path("cells") / self._folder(workload) / last)
+        return Cell(workload, method, rate, seed, epochs, stage, Path("cells") / self.folder(workload) / last)
 
     def under(self, out: Path, cell: Cell) -> Cell:
         """The cell with its folder where the comparison is kept."""
         return replace(cell, folder=out / cell.folder)
 
-    def _folder(self, workload: Workload) -> str:
+    def folder(self, workload: Workload) -> str:
         """Of the workload's name; numbered where two workloads share one (`a/birds` and `b/birds`)."""
         name = _slug(workload.name)
         alike = [other for other in self.workloads if _slug(other.name) == name]

@@ -5,7 +5,9 @@ So one cell's memory, crash or threads are no other's, and anyone can type what 
 out/
   comparison.yaml     what was asked; a file for `elastictrainer compare --config`
   train.yaml          the options that all cells share; a file for `elastictrainer train --config`
-  cells/WORKLOAD/METHOD-lrLR-sSEED/         a run folder each; ...-trial: trials of learning rates
+  cells/WORKLOAD/METHOD-lrLR-sSEED/         a run folder each; ...-trial: trials of learning rates, without weights
+  profiles/           with `jobs`: the prices of each workload, taken while nothing else ran
+  profile.yaml        and what `elastictrainer profile --config` was told for them
   logs/               what each cell printed
   pixels/             decoded images, so that only the first cell of a dataset decodes
   results.csv         a row a finished cell
@@ -17,6 +19,7 @@ What is done is what the run folders say: there is no other record that could di
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,10 +37,16 @@ from elastictrainer.compare.table import write_table
 from elastictrainer.errors import CheckpointError
 from elastictrainer.report import write_comparison
 from elastictrainer.runtime.checkpoint import reason, write_atomically
+from elastictrainer.runtime.run_folder import DIVERGED
 
 __all__ = ["Comparison", "Outcome"]
 
 _GROWS = ("model", "weights", "data", "policy", "importance", "budget", "lr", "seed")
+_PRICED = (
+    "model-options", "normalize", "image-size", "batch-size", "optimizer", "autocast", "graphs", "bn", "device",
+    "threads",
+)  # fmt: skip
+"""Which of the options that cells share change what a step costs."""
 _POLL_S = 0.2
 
 
@@ -70,7 +79,10 @@ class Comparison:
     Args:
         shared: the options of `elastictrainer train` that all cells have in common, by their keys in its YAML file.
         asked: the whole comparison, by the keys of `elastictrainer compare`; kept in `comparison.yaml`.
-        jobs: cells at a time. More than one is for accuracies: seconds and memory then tell nothing.
+        jobs: cells at a time. More than one is for accuracies: seconds and memory then tell nothing. So that they are
+            those of undisturbed cells, all plan by prices that were taken alone, and methods whose training hangs on
+            the clock (`Method.by_clock`) still run alone.
+        keep_weights: of finished final cells. What only serves to go on, and the weights of trials, always goes.
 
     Raises:
         CheckpointError: the folder holds another comparison, or one that was not asked to be continued.
@@ -85,16 +97,18 @@ class Comparison:
         asked: Mapping[str, Any],
         resume: bool = False,
         jobs: int = 1,
+        keep_weights: bool = True,
         board: Board | None = None,
     ) -> None:
-        self.grid, self.out, self.jobs = grid, out, jobs
+        self.grid, self.out, self.jobs, self.keep_weights = grid, out, jobs, keep_weights
+        self.shared = dict(shared)
         self.most_jobs = jobs  # at any time of this comparison, however often it was continued
         self.failed: dict[str, str] = {}
         self._open(dict(shared), dict(asked), resume)
-        self.progress = Progress(grid, out)
+        self.progress = Progress(grid, out, jobs)
         self.board = board
         for workload in grid.workloads:  # so that tables hold, all along, what was finished before
-            if all(result(grid.under(out, cell)) is not None for cell in grid.trials(workload)):
+            if all(has_ended(grid.under(out, cell)) for cell in grid.trials(workload)):
                 self.progress.rates.update({(workload, m): rate for m, rate in self._rates(workload).items()})
 
     def run(self) -> Outcome:
@@ -103,6 +117,7 @@ class Comparison:
         Costs, besides the cells themselves, the start of a process for each: some seconds.
         """
         remarks: list[str] = []
+        self._write_table()  # of what is asked for now, however soon this is stopped
         if self.most_jobs > 1:
             remarks.append(f"Up to {self.most_jobs} cells ran at a time: accuracies count, seconds and memory do not.")
         for workload in self.grid.workloads:
@@ -167,12 +182,19 @@ class Comparison:
     # -- cells -------------------------------------------------------------------------------------------------------
 
     def _run(self, cells: Sequence[Cell]) -> None:
-        waiting = [cell for cell in cells if result(cell) is None]
+        for cell in cells:
+            if (why := diverged(cell)) is not None:
+                self.failed[cell.name] = why
+        waiting = [cell for cell in cells if not has_ended(cell)]
+        if self.jobs > 1:
+            waiting.sort(key=lambda cell: cell.method.by_clock)
+        if any(not cell.method.by_clock for cell in waiting):
+            self._price(waiting[0].workload)
         running: list[_Running] = []
         self._show(running)
         try:
             while waiting or running:
-                while waiting and len(running) < self.jobs:
+                while waiting and len(running) < self.jobs and _may_join(waiting[0], running):
                     running.append(self._start(waiting.pop(0)))
                     self._show(running)
                 for one in [one for one in running if one.process.poll() is not None]:
@@ -184,6 +206,7 @@ class Comparison:
                 time.sleep(_POLL_S)
         except KeyboardInterrupt:
             _stop(running)
+            self._say(f"stopped: {self.progress.left()}; go on with --out {self.out} --resume")
             raise
         finally:
             for one in running:
@@ -198,7 +221,53 @@ class Comparison:
     def command(self, cell: Cell) -> list[str]:
         """The command line of a cell, to be typed by anyone."""
         shared = ["--config", str(self.out / "train.yaml"), "--data-cache", str(self.out / "pixels")]
-        return ["train", *shared, *cell.arguments()]
+        return ["train", *shared, *self._prices(cell), *cell.arguments()]
+
+    # -- prices for cells that share the machine ----------------------------------------------------------------------
+
+    def _price(self, workload: Workload) -> None:
+        """Take the prices that cells beside each other plan by, while nothing else runs. Without them each takes its
+        own, disturbed as they are: what keeps a workload from being priced keeps its cells from training, and they say
+        why."""
+        path = self._profile(workload)
+        if self.most_jobs == 1 or path.exists():
+            return
+        options = {key: self.shared[key] for key in _PRICED if key in self.shared}
+        write_atomically(self.out / "profile.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+        path.parent.mkdir(exist_ok=True)
+        told = {"--model": workload.model, "--weights": workload.weights, "--data": workload.data, "--out": str(path)}
+        words = [word for option, value in told.items() if value is not None for word in (option, value)]
+        self._say(f"prices: {workload.name}")
+        with (self.out / "logs" / f"{path.stem}--profile.txt").open("wb") as log:
+            subprocess.run(
+                [sys.executable, "-m", "elastictrainer", "profile", "--config", str(self.out / "profile.yaml"),
+                 "--data-cache", str(self.out / "pixels"), *words],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, check=False,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )  # fmt: skip
+
+    def _profile(self, workload: Workload) -> Path:
+        return self.out / "profiles" / f"{self.grid.folder(workload)}.json"
+
+    def _prices(self, cell: Cell) -> list[str]:
+        """Of a cell that shares the machine; one that began with prices of its own goes on with them."""
+        path = self._profile(cell.workload)
+        if self.most_jobs == 1 or cell.method.by_clock or not path.exists():
+            return []
+        kept = cell.folder / "config.yaml"
+        begun = (yaml.safe_load(kept.read_text(encoding="utf-8")) or {}) if kept.exists() else {}
+        if begun and not (begun.get("command") or {}).get("profile"):
+            return []
+        return ["--profile", str(path), "--no-feedback"]
+
+    def _tidy(self, cell: Cell) -> None:
+        """Of a cell that has ended, drop what only serves to go on: of hundreds of cells, thrice the weights."""
+        shutil.rmtree(cell.folder / "checkpoint", ignore_errors=True)
+        if cell.stage == "rate" or not self.keep_weights:
+            for weights in cell.folder.glob("*.safetensors"):
+                weights.unlink()
+
+    # -- a cell ------------------------------------------------------------------------------------------------------
 
     def _start(self, cell: Cell) -> _Running:
         log = self._log(cell).open("wb")
@@ -216,11 +285,15 @@ class Comparison:
         cell = one.cell
         found = result(cell)
         if found is None:
-            why = _last_line(self._log(cell)) or f"ended with exit code {one.process.returncode}"
+            if (why := diverged(cell)) is None:
+                why = _last_line(self._log(cell)) or f"ended with exit code {one.process.returncode}"
+            elif cell.stage == "rate":  # of a final one the last good checkpoint may be wanted
+                self._tidy(cell)
             self.failed[cell.name] = why
             self._say(f"failed: {cell.name}: {why}")
             return
         self.failed.pop(cell.name, None)
+        self._tidy(cell)
         self.progress.ended(cell, time.monotonic() - one.since)
         accuracy = found["accuracy"]["final"]
         shown = "" if accuracy is None else f"{accuracy:.1%} ({found['accuracy']['of']}), "
@@ -274,13 +347,15 @@ class Comparison:
         return [cell for cell in placed if result(cell) is not None]
 
     def _write(self, remarks: Sequence[str]) -> Path | None:
-        done = self._finished()
-        write_table(self.out / "results.csv", done, jobs=self.most_jobs)
-        finals = [cell.folder for cell in done if cell.stage == "final"]
+        self._write_table()
+        finals = [cell.folder for cell in self._finished() if cell.stage == "final"]
         if not finals:
             return None
         failed = [f"{name}: {why}" for name, why in self.failed.items()]
         return write_comparison(finals, self.out / "report.html", remarks=[*failed, *remarks])
+
+    def _write_table(self) -> None:
+        write_table(self.out / "results.csv", self._finished(), jobs=self.most_jobs)
 
     def _outcome(self, remarks: Sequence[str]) -> Outcome:
         finals = tuple(cell for cell in self._finished() if cell.stage == "final")
@@ -297,6 +372,24 @@ def result(cell: Cell) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{cell.folder / 'result.json'} cannot be read: {reason(error)}") from error
     return document
+
+
+def diverged(cell: Cell) -> str | None:
+    """Why a cell has come to nothing, if it would again: what it trained was not finite."""
+    try:
+        told = json.loads((cell.folder / DIVERGED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return str(told.get("diverged")) if isinstance(told, dict) else None
+
+
+def has_ended(cell: Cell) -> bool:
+    """Whether there is nothing left of a cell to be run."""
+    return result(cell) is not None or diverged(cell) is not None
+
+
+def _may_join(cell: Cell, running: Sequence[_Running]) -> bool:
+    return not running or not (cell.method.by_clock or any(one.cell.method.by_clock for one in running))
 
 
 def _same(held: Workload, now: Workload) -> bool:

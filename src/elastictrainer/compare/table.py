@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from elastictrainer.compare.grid import Cell
+from elastictrainer.policies import find_policy
 from elastictrainer.runtime.checkpoint import write_atomically
 
 __all__ = ["COLUMNS", "row", "write_table"]
@@ -25,7 +26,7 @@ _ENVIRONMENT = ("device", "threads", "torch", "python", "elastictrainer", "platf
 COLUMNS = (
     "model", "weights", "data", "stage", "method", "policy", "importance", "budget", "lr", "seed", "epochs",
     "batch_size", "accuracy", "accuracy_of", "val_accuracy", "per_epoch_s", "per_epoch_val_accuracy", *_FIGURES,
-    *(f"{part}_s" for part in _DECIDING), "jobs", *_ENVIRONMENT,
+    "alone_s", *(f"{part}_s" for part in _DECIDING), "jobs", *_ENVIRONMENT,
     "folder",
 )  # fmt: skip
 
@@ -33,7 +34,8 @@ COLUMNS = (
 def row(cell: Cell, *, jobs: int = 1) -> dict[str, Any]:
     """The figures of a finished cell; with `jobs` above 1 its seconds and memory mean nothing.
 
-    A trial has no accuracy on test images: rates are chosen without them.
+    `alone_s` are the seconds of its steps by the prices that it planned by, as if it had had the machine to itself;
+    empty where no price says it. A trial has no accuracy on test images: rates are chosen without them.
     """
     made = json.loads((cell.folder / "result.json").read_text(encoding="utf-8"))
     config = yaml.safe_load((cell.folder / "config.yaml").read_text(encoding="utf-8"))
@@ -59,11 +61,19 @@ def row(cell: Cell, *, jobs: int = 1) -> dict[str, Any]:
         "per_epoch_s": " ".join(f"{line['train_s']:.6g}" for line in epochs),
         "per_epoch_val_accuracy": " ".join(_shown(line.get("val_accuracy")) for line in epochs),
         **{figure: made.get(figure) for figure in _FIGURES},
+        "alone_s": _alone_s(cell, made),
         **{f"{part}_s": overhead.get(part) for part in _DECIDING},
-        "jobs": jobs,
+        "jobs": 1 if cell.method.by_clock else jobs,
         **{fact: (config.get("environment") or {}).get(fact) for fact in _ENVIRONMENT},
         "folder": str(cell.folder),
     }
+
+
+def _alone_s(cell: Cell, made: dict[str, Any]) -> float | None:
+    """None where prices are not those of all steps: the network shrank, or features were kept and built at times."""
+    if cell.method.by_clock or find_policy(made["policy"]).shrinks:
+        return None
+    return float(sum(plan["steps"] * plan["predicted_step_s"] for plan in made["plans"]))
 
 
 def _shown(accuracy: float | None) -> str:

@@ -102,7 +102,7 @@ def _too_small(
 
 FULL = Policy(
     "full",
-    "Train everything, whatever the budget says; `compare` has 'shorter', too: as many epochs of it as fit the budget.",
+    "Train everything, whatever the budget says.",
     "",
     plan_full,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elastictrainer.report import words
-from elastictrainer.report.charts import Bar, Point, Series, bars, chart, time_chart
+from elastictrainer.report.charts import Bar, Point, Reference, Series, bars, chart, time_chart
 from elastictrainer.report.groups import Group, Spread
 from elastictrainer.report.markup import Markup
 from elastictrainer.report.page import FULL, figure, legend
@@ -105,7 +105,8 @@ def time_to_accuracy(groups: Sequence[Group], key: str) -> Markup:
 
 
 def by_budget(groups: Sequence[Group], key: str) -> list[Markup]:
-    """Training time, and operations, by the budget asked for (Fig. 17); nothing for methods at one budget alone."""
+    """Training time, and operations, by the budget asked for (Fig. 17), beside full training's; nothing for methods at
+    one budget alone."""
     time = _by_budget(
         "Training time by budget", "seconds of training", lambda run: run.figure("train_s"), words.seconds, groups,
         "By the share of full training that was asked for, with everything that deciding took.", f"{key}-time",
@@ -133,12 +134,15 @@ def _by_budget(
         return None
     colours = _colours(groups)
     series = [Series(name, tuple(sorted(points, key=lambda p: p.x)), colours[name]) for name, points in several.items()]
+    full = max((g for g in groups if g.policy == "full"), key=lambda g: g.epochs, default=None)
+    whole = None if full is None else full.over(read)
+    level = () if whole is None or full is None else (Reference(full.name, y=whole.mean),)
 
     def draw(width: float) -> Markup:
         # From zero: half the seconds should look like half.
         return chart(
             series, width=width, height=250, label=title, x_title="budget asked", y_title=y_title,
-            x_format=lambda value: f"{value:g}×", y_format=form, x_zero=False, y_zero=True,
+            x_format=lambda value: f"{value:g}×", y_format=form, x_zero=False, y_zero=True, references=level,
         )  # fmt: skip
 
     return figure(title, draw, caption, legend(series), key=key)

@@ -1,7 +1,6 @@
 """The figures of a page as files of their own: SVG, which every browser, word processor and LaTeX setup takes.
 
-They are cut out of the page, so a file shows exactly what the page shows. A page's own buttons save a figure as PNG
-too, drawn by the browser; doing that here would need a drawing library for what every browser can do.
+They are cut out of the page, so a file shows exactly what the page shows. `pngs` draws them as PNG.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ def _steps(run: RunRecord) -> Markup:
         if predicted and measured
     )  # fmt: skip
     if not points:
-        caption = "The steps of each plan are written down when a run ends."
+        ended = "In this run the steps of a plan were not timed by themselves."
+        caption = ended if run.result is not None else "The steps of each plan are written down when a run ends."
         return figure("Step time, predicted and measured", None, caption, key="steps")
     band = run.profile.error.p95 if run.profile is not None else 0.0
     off = median(abs(p.y / p.x - 1) for p in points)

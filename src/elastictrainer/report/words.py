@@ -31,6 +31,8 @@ def seconds(value: float | None) -> str:
     >>> seconds(75).replace(chr(0x202f), "_")
     '1_min 15_s'
     """
+    if value == 0:  # where an axis begins: of no unit in particular
+        return f"0{_NARROW}s"
     return UNKNOWN if value is None else _spaced(format_seconds(value))
 
 

@@ -181,6 +181,7 @@ def fit(
         except BudgetError as error:
             raise run.of_the_run(error) from error
         except TrainingError as error:
+            run.diverged(error)
             raise TrainingError(f"{error}; {run.how_to_go_on('the last good checkpoint')}") from error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

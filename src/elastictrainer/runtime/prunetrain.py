@@ -88,10 +88,7 @@ class PruneTrain:
         for weight, inputs in self._weights():
             if weight.grad is None:
                 continue
-            pull = 1.0 / _norm(weight, 0).clamp_min(1e-12)
-            if inputs:
-                pull = pull + 1.0 / _norm(weight, 1).clamp_min(1e-12)
-            weight.grad.addcmul_(weight, pull, value=self.strength)
+            weight.grad.addcmul_(weight, _pull(weight, inputs=inputs), value=self.strength)
 
     def _weights(self) -> list[tuple[Tensor, bool]]:
         """Every convolution's weight, and whether its input channels are groups: not those of images, nor of a
@@ -226,6 +223,21 @@ def _dead_channels(members: list[_Member], count: int) -> set[int] | None:
     if len(dead) == count:
         dead.discard(max(range(count), key=lambda channel: largest[channel]))
     return dead
+
+
+def _pull(weight: Tensor, *, inputs: bool) -> Tensor:
+    """One over the norms of each weight's groups, added: what the lasso pulls a weight towards zero by, for its size.
+
+    The same as by `_norm`, but that reads the weight with strides for its input channels: on a CPU that took as long as
+    two fifths of ResNet18's whole step at 64 pixels, and a product with ones a tenth of that.
+    """
+    squares = weight.flatten(1).square()
+    pull = squares.sum(1).sqrt_().clamp_min_(1e-12).reciprocal_().view(-1, *(1,) * (weight.dim() - 1))
+    if not inputs:
+        return pull
+    columns = torch.mv(squares.t(), squares.new_ones(len(squares)))
+    norms = columns.view(weight.shape[1], -1).sum(1).sqrt_().clamp_min_(1e-12)
+    return pull + norms.reciprocal_().view(1, -1, *(1,) * (weight.dim() - 2))
 
 
 def _norm(weight: Tensor, dim: int) -> Tensor:

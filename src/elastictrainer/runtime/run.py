@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget, format_seconds
-from elastictrainer.errors import BudgetError, CheckpointError
+from elastictrainer.errors import BudgetError, CheckpointError, TrainingError
 from elastictrainer.policies import find_policy
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.profiling.sketch import is_sketch
@@ -35,7 +35,7 @@ from elastictrainer.runtime.progress import Board, describe, make_progress
 from elastictrainer.runtime.prunetrain import PruneTrain
 from elastictrainer.runtime.resize import resize
 from elastictrainer.runtime.result import Record, Result, versions
-from elastictrainer.runtime.run_folder import RunFolder
+from elastictrainer.runtime.run_folder import DIVERGED, RunFolder
 from elastictrainer.runtime.settings import Settings, configuration, length
 from elastictrainer.runtime.streams import read_streams, seed_streams, write_streams
 from elastictrainer.runtime.summary import epoch_line, make_result
@@ -231,6 +231,8 @@ class Run:
         if gone:
             after = sum(p.numel() for p in self.model.parameters())
             self.say(f"{gone} channels are gone: {after / before:.1%} of the {before} parameters are left")
+        else:
+            self.say("no channel has reached zero: the network stays as large as it is")
 
     def count_flops(self, batch: Any) -> None:
         """Once a plan: the operations of a step of it, counted on an extra one that leaves no trace."""
@@ -365,6 +367,11 @@ class Run:
         return f"{what}: {kept[-1]}; go on with resume=True (--resume) and out={str(self.folder.path)!r}"
 
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def diverged(self, error: TrainingError) -> None:
+        """Leave word of what was not finite: an outcome, which the same options would come to again."""
+        if self.folder is not None:
+            self.folder.write_json(DIVERGED, {"diverged": str(error)})
 
     def end(self, test_loader: Iterable[Any] | None) -> Result:
         """Take the best weights, evaluate them on the test data if there are any, and write everything down."""

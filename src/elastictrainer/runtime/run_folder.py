@@ -6,6 +6,7 @@ runs/birds/
   plans.jsonl         a line a re-plan: the plan, why it was made, the scores
   profile.json        the price list that plans were made from
   result.json         the outcome; its presence means that the run has ended
+  diverged.json       instead of it: the loss, a gradient or a weight was not finite, and where
   model.safetensors   the weights to use: best on validation, or the last ones where there is none
   last.safetensors    the last weights, where those are others
   checkpoint/         to go on from; see runtime/checkpoint.py
@@ -34,9 +35,10 @@ from elastictrainer.runtime.checkpoint import (
     write_atomically,
 )
 
-__all__ = ["RunFolder"]
+__all__ = ["DIVERGED", "RunFolder"]
 
 LOGS = ("metrics.jsonl", "plans.jsonl")
+DIVERGED = "diverged.json"
 
 
 class RunFolder:
@@ -99,6 +101,7 @@ class RunFolder:
                 raise CheckpointError(
                     f"{path} holds another run: {'; '.join(differ)}; ask for the same, or choose another folder"
                 )
+            (path / DIVERGED).unlink(missing_ok=True)  # it is being tried again
         return folder
 
     @classmethod
