@@ -20,7 +20,7 @@ def few_shot(folder: Path) -> str:
         "batch, in turns. *Backward memory* is what backward keeps for a batch; *seconds* are of deciding and\n"
         "training, the median over tasks of their share of full training's on the same task.\n\n"
     )
-    return text + episodes(folder) + memory(folder) + layers(folder)
+    return text + episodes(folder) + greedy(folder) + memory(folder) + layers(folder)
 
 
 def episodes(folder: Path) -> str:
@@ -64,6 +64,47 @@ def _episode_row(row: Row) -> tuple[str, ...]:
         percent(row["backward_share"]),
         "–" if none else number(row["versus_full"], ".2f"),
     )
+
+
+def greedy(folder: Path) -> str:
+    found = tables("tinytrain_greedy_*.csv", folder)
+    text = (
+        "## Greedy beside the best\n\n"
+        "TinyTrain takes layers by score. How much of what the integer programme's plan is worth, by the paper's own\n"
+        "criterion and within the same ceilings, that gets: the mean over the tasks of all domains, and the least of\n"
+        "any. *Gap* is what the programme leaves unproven. Nothing trains here, so this says nothing of accuracy.\n\n"
+    )
+    if not found:
+        return text + absent("Greedy", "python benchmarks/tinytrain.py greedy --models mobilenet_v2,builtin") + "\n"
+    key = lambda row: (row["model"], int(row["batch_size"]), row["memory"], row["compute"])  # noqa: E731
+    for name, rows in found.items():
+        columns = (
+            "model", "batch", "memory", "compute", "tasks", "greedy's worth", "the least", "layers", "of the best",
+            "ms", "of the best", "gap",
+        )  # fmt: skip
+        groups = [(k, list(cells)) for k, cells in groupby(sorted(rows, key=key), key=key)]
+        text += markdown(columns, (_greedy_row(*k, cells) for k, cells in groups)) + "\n"  # type: ignore[misc]
+        text += f"Tasks of {', '.join(dict.fromkeys(row['domain'] for row in rows))}.\n\n" + where(rows, name) + "\n"
+    return text
+
+
+def _greedy_row(model: str, batch: int, memory: str, compute: str, cells: Sequence[Row]) -> tuple[str, ...]:
+    """Domains together, each by how many of its tasks the ceilings leave anything of."""
+    solved = [row for row in cells if int(row["solved"])]
+    about = (model, str(batch), memory or "–", compute or "–")
+    if not solved:
+        return *about, "nothing fits", *("–",) * 7
+    tasks = sum(int(row["solved"]) for row in solved)
+
+    def mean(column: str) -> float:
+        return sum(float(row[column]) * int(row["solved"]) for row in solved) / tasks
+
+    return (
+        *about, str(tasks), f"{mean('worth'):.2%}", f"{min(float(row['worth_least']) for row in solved):.2%}",
+        f"{mean('greedy_layers'):.1f}", f"{mean('best_layers'):.1f}",
+        f"{1e3 * mean('greedy_s'):.0f}", f"{1e3 * mean('best_s'):.0f}",
+        f"{max(float(row['gap']) for row in solved):.4%}",
+    )  # fmt: skip
 
 
 def memory(folder: Path) -> str:

@@ -3,6 +3,7 @@
     python benchmarks/tinytrain.py episodes --models mobilenet_v2,builtin --batch-sizes 25 --device cuda --jobs 12 \
         --data ../shared/data --weights ../shared/weights [--meta runs/meta] [--minutes 9 --state $OUT/tiny.tar.gz]
     python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin --data ../shared/data
+    python benchmarks/tinytrain.py greedy --models mobilenet_v2,builtin --weights ../shared/weights --episodes 10
     python benchmarks/tinytrain.py layers --threads 1
 
 episodes: every method on every task from the same network, images, views and batch, in turns, beginning with another
@@ -17,6 +18,8 @@ which a GPU that waits for its host is glad of; seconds then are those of a shar
 
 memory: bytes of backward for every method at each batch size and at 100, stated and really held, over full training's
 at the same batch and, as the paper has it, over full training's at 100.
+
+greedy: how much of the best plan's worth, found by the integer programme, greedy selection gets.
 
 layers: seconds of each layer's backward with a quarter of its channels over dense, both in plain blocks that take
 turns; medians. What the plans' speed rests on.
@@ -38,12 +41,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from elastictrainer.data.episodes import Bank, Episode, Episodes
-from elastictrainer.data.models import LoadedModel, load_model
+from elastictrainer.data.episodes import Episode, Episodes
 from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.fewshot.heads import Prototypes, Queries, last_linear
 from elastictrainer.fewshot.interval import Mean
@@ -53,45 +53,17 @@ from elastictrainer.fewshot.methods import Ceilings, Method, find_method
 from elastictrainer.fewshot.protocol import run_episodes, summarise
 from elastictrainer.fewshot.search import Gains, contributions, evolve
 from elastictrainer.importance.potential import channel_norms
-from elastictrainer.metrics.held import held_bytes
-from elastictrainer.metrics.timing import synchronize
 from elastictrainer.plan import Plan
 from elastictrainer.runtime.apply import apply
 from elastictrainer.runtime.optimizers import make_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS, print_table, where, write_csv
-from workloads import WEIGHTS
+from tiny_costs import greedy_suite, layers_suite, memory_suite
+from tiny_inputs import bank_of, network
 
 LATE = 75  # the exit status of a process that ran out of time
-DOMAINS = {"cub200": "cub200", "pets37": "pets37"}  # others lie in fewshot/
 Row = dict[str, Any]
-
-
-def network(name: str, args: argparse.Namespace, *, meta: bool) -> LoadedModel:
-    if meta:
-        return load_model(
-            "timm/tf_efficientnet_lite0" if name == "builtin" else f"torchvision/{name}",
-            weights=args.meta / name / "model.safetensors",
-            image_size=args.image_size,
-        )
-    if name == "builtin":
-        return load_model("builtin", image_size=args.image_size)
-    special = dict(WEIGHTS.get(name, {}))
-    file = special.pop("file", None)
-    weights = args.weights / file if args.weights and file else None
-    options = special if weights else {}
-    return load_model(f"torchvision/{name}", weights=weights, image_size=args.image_size, **options)
-
-
-def bank_of(domain: str, like: LoadedModel, args: argparse.Namespace) -> Bank:
-    return Bank(
-        str(args.data / DOMAINS.get(domain, f"fewshot/{domain}")),
-        image_size=like.image_size,
-        normalisation=like.normalisation,
-        device=args.device,
-        seed=args.seed,
-    )
 
 
 class OutOfTime(Exception):
@@ -412,135 +384,17 @@ def _peak(learner: Learner, method: Method, episode: Episode, support: torch.Ten
     return grown
 
 
-def memory_suite(args: argparse.Namespace) -> None:
-    """Bytes and multiply-adds of each method's backward, stated and held, at every batch size. No seconds, no accuracy.
-
-    `versus_full` is at the same batch. `times_less_than_full_100` sets the method at its batch against full training at
-    100 images, as the paper's 1,098x does for TinyTrain at 1: most of that is the batch.
-    """
-    rows: list[Row] = []
-    for name in args.models.split(","):
-        loaded = network(name, args, meta=False)
-        head = Prototypes(last_linear(loaded.model.to(args.device), loaded.head))
-        bank = bank_of(args.domains.split(",")[0], loaded, args)
-        episode = Episodes(bank.labels, ways=args.ways, shots=args.shots, seed=args.seed).episode(0)
-        hundred = 0
-        for batch_size in sorted({*map(int, args.batch_sizes.split(",")), 100}, reverse=True):
-            settings = Settings(steps=1, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed)
-            learner = Learner(loaded.model, head, bank, settings=settings, ceilings=Ceilings(args.memory, args.compute))
-            full = learner.plain.full.nbytes
-            hundred = hundred or full
-            for method in args.methods.split(","):
-                if method in ("none", "sparse_update"):
-                    continue
-                try:
-                    row = memory_row(learner, method, episode)
-                except BudgetError as error:
-                    print(f"{name} {method} at batch {batch_size}: {error}", file=sys.stderr)
-                    continue
-                rows.append(
-                    {
-                        **where(args.device), "seed": args.seed, "model": name, "method": method,
-                        "batch_size": batch_size, "image_size": loaded.image_size, "optimizer": args.optimizer,
-                        "memory": args.memory, "compute": args.compute, **row,
-                        "versus_full": row["backward_bytes"] / full,
-                        "times_less_than_full_100": hundred / row["backward_bytes"],
-                    }
-                )  # fmt: skip
-            write_csv(args.out, rows)
-    shown = ("model", "method", "batch_size", "backward_bytes", "saved_bytes", "held_bytes", "backward_share")
-    print_table(rows, (*shown, "versus_full", "times_less_than_full_100"))
-
-
-def memory_row(learner: Learner, name: str, episode: Episode) -> Row:
-    """What the plan states, and the bytes that forward of one batch really saves beside its inputs."""
-    method = find_method(name)
-    plan = learner.solve(method, episode, 0).plan
-    assert plan is not None
-    assert plan.backward is not None
-    positions = episode.support[np.arange(learner.settings.batch_size) % len(episode.support)]
-    images = learner.bank.images(positions)
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    with learner.extended(method), apply(learner.model, plan, bits=method.bits):
-        prototypes = learner.head.of(learner.model, images[:1], labels[:1], 2)
-        held = held_bytes(lambda: learner.head.loss(learner.model, Queries(images, labels, prototypes)), learner.model)
-    return {
-        "backward_bytes": plan.backward.nbytes, "saved_bytes": plan.backward.saved_bytes,
-        "held_bytes": held - prototypes.numel() * prototypes.element_size(),
-        "backward_share": plan.backward.macs / learner.plain.full.macs,
-    }  # fmt: skip
-
-
-def layers_suite(args: argparse.Namespace) -> None:
-    """Forward of nothing, backward of one layer: weight gradient alone, as for the deepest layer that trains."""
-    rows: list[Row] = []
-    for name in args.models.split(","):
-        loaded = network(name, args, meta=False)
-        model = loaded.model.eval().to(args.device)
-        for batch_size in map(int, args.batch_sizes.split(",")):
-            x = torch.randn(batch_size, 3, loaded.image_size, loaded.image_size, device=args.device)
-            for layer, given in inputs_of(model, x).items():
-                rows.append(time_layer(model.get_submodule(layer), layer, given, args) | {"model": name})
-            write_csv(args.out, rows)
-    whole = sum(row["rows_s"] for row in rows) / sum(row["dense_s"] for row in rows)
-    slower = sum(row["ratio"] > 1 for row in rows)
-    print_table(rows, ("model", "layer", "batch_size", "channels", "groups", "dense_s", "rows_s", "ratio"))
-    print(f"all layers together: {whole:.3f} of dense; {slower} of {len(rows)} layers slower")
-
-
-def inputs_of(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-
-            def keep(module: nn.Module, given: Any, name: str = name) -> None:
-                found[name] = given[0].detach().clone()
-
-            handles.append(module.register_forward_pre_hook(keep))
-    with torch.no_grad():
-        model(x)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def time_layer(layer: nn.Module, name: str, given: torch.Tensor, args: argparse.Namespace) -> Row:
-    channels = layer.weight.shape[0]
-    rows = tuple(range(0, channels, 4))
-    names = tuple(n for n, _ in layer.named_parameters())
-    dense = Plan(names, names, 1.0, 1.0, 0)
-    part = Plan(names, names, 1.0, 1.0, 0, channels=dict.fromkeys(names, rows))
-    seconds: dict[str, list[float]] = {"dense": [], "rows": []}
-    for _ in range(args.rounds):
-        for key, plan in (("dense", dense), ("rows", part)):
-            with apply(layer, plan):
-                seconds[key].append(timed(lambda: layer(given), repeats=args.repeats, device=args.device))
-    dense_s, rows_s = (statistics.median(seconds[key]) for key in ("dense", "rows"))
-    ratio = statistics.median(b / a for a, b in zip(seconds["dense"], seconds["rows"]))
-    return {
-        **where(args.device), "seed": args.seed, "layer": name, "batch_size": len(given), "channels": channels,
-        "chosen": len(rows), "groups": getattr(layer, "groups", 1), "dense_s": dense_s, "rows_s": rows_s,
-        "ratio": ratio,
-    }  # fmt: skip
-
-
-def timed(forward: Callable[[], torch.Tensor], *, repeats: int, device: str) -> float:
-    """Seconds of the backward passes, forward apart."""
-    outs = [forward() for _ in range(repeats + 1)]
-    grad = torch.randn_like(outs[0])
-    outs.pop().backward(grad)
-    synchronize(device)
-    start = time.perf_counter()
-    for out in outs:
-        out.backward(grad)
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
+SUITES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "episodes": episodes_suite,
+    "memory": memory_suite,
+    "layers": layers_suite,
+    "greedy": greedy_suite,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=("episodes", "memory", "layers"))
+    parser.add_argument("suite", choices=tuple(SUITES))
     parser.add_argument("--models", default="mobilenet_v2", help="torchvision names, or builtin (EfficientNet-Lite0)")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--weights", type=Path)
@@ -567,6 +421,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,25")
     parser.add_argument("--memory", default="1MiB")
     parser.add_argument("--compute", default="15%")
+    parser.add_argument("--ceilings", default="1MiB:15%,2MiB:15%,4MiB:15%,4MiB:40%,1MiB:none", help="greedy: pairs")
     parser.add_argument("--image-size", type=int, default=84)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
@@ -587,7 +442,7 @@ def main() -> None:
             sys.exit(LATE)
         return
     args.out = args.out or RESULTS / f"tinytrain_{args.suite}_{args.device}.csv"
-    {"episodes": episodes_suite, "memory": memory_suite, "layers": layers_suite}[args.suite](args)
+    SUITES[args.suite](args)
 
 
 if __name__ == "__main__":

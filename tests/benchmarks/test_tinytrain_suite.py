@@ -9,10 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from elastictrainer.importance.potential import fisher_potential
+from elastictrainer.profiling.layers import price_backward
+from elastictrainer.selection import select_channels
+from elastictrainer.selection.channels import SHARES, ChannelChoice
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 tinytrain = pytest.importorskip("tinytrain")
+tiny_costs = pytest.importorskip("tiny_costs")
 
 
 def test_notes_are_kept_line_by_line_and_only_for_the_same_settings(tmp_path: Path) -> None:
@@ -62,3 +70,29 @@ def test_a_suite_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(ran) == 2 * 2 * 3
     run("two", time.monotonic() + 60)
     assert len(ran) == 2 * 2 * 3
+
+
+def test_greedy_is_judged_by_the_criterion_of_the_choice() -> None:
+    pytest.importorskip("scipy")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    x = torch.randn(6, 8)
+    prices = price_backward(model, square, x)
+    potential = fisher_potential(model, square, [x])
+    terms = frozenset(("potential", "params", "macs"))
+    choice = ChannelChoice(prices, potential, terms, "fisher", None, 0, (), 900, None)
+    plan = select_channels(prices, potential, memory=900)
+    taken = max((choice.greedy(share) for share in SHARES), key=choice.worth)
+    assert tiny_costs.worth_of(plan, potential) == pytest.approx(choice.worth(taken))
+    found = [tiny_costs.greedy_and_best(prices, potential, memory=m, compute="60%") for m in ("900", "1500", "1")]
+    assert found[2] is None  # nothing fits a byte
+    assert all(0 < row["worth"] <= 1 + 1e-9 for row in found[:2])
+    told = tiny_costs.together(found)
+    assert told["solved"] == 2
+    assert told["worth_least"] <= told["worth"]
+    assert tiny_costs.together([None])["solved"] == 0
+    assert tiny_costs.ceilings_of("1MiB:15%,2MiB:none") == [("1MiB", "15%"), ("2MiB", None)]
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum(1).mean()
