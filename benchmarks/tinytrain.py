@@ -48,7 +48,7 @@ from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.fewshot.heads import Prototypes, Queries, last_linear
 from elastictrainer.fewshot.interval import Mean
 from elastictrainer.fewshot.learner import Learner, Outcome, Settings
-from elastictrainer.fewshot.meta import held_out
+from elastictrainer.fewshot.meta import held_out, meta_train
 from elastictrainer.fewshot.methods import Ceilings, Method, find_method
 from elastictrainer.fewshot.protocol import run_episodes, summarise
 from elastictrainer.fewshot.search import Gains, contributions, evolve
@@ -60,7 +60,7 @@ from elastictrainer.runtime.optimizers import make_optimizer
 sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS, print_table, where, write_csv
 from tiny_costs import greedy_suite, layers_suite, memory_suite
-from tiny_inputs import bank_of, network
+from tiny_inputs import bank_of, network, pack_suite
 
 LATE = 75  # the exit status of a process that ran out of time
 Row = dict[str, Any]
@@ -71,22 +71,31 @@ class OutOfTime(Exception):
 
 
 class Notes:
-    """A file of JSON lines, each written as it is found; those of an earlier run of the same settings are read."""
+    """A file of JSON lines, each written as it is found; those of an earlier run of the same settings are read.
+
+    Nothing is written before something is added: several processes read what one of them found.
+    """
 
     def __init__(self, path: Path, facts: Row, until: float) -> None:
-        self.path, self.until = path, until
-        first, *self.lines = _whole_lines(path) or [{}]
-        if first != facts:
-            self.lines = []
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        else:  # without half a line that a kill left
-            path.write_text("".join(json.dumps(line) + "\n" for line in (first, *self.lines)), encoding="utf-8")
+        self.path, self.facts, self.until = path, facts, until
+        first, *lines = _whole_lines(path) or [{}]
+        self.lines: list[Row] = lines if first == facts else []
+        self._begun = False
+
+    def _begin(self) -> None:
+        """The file as it was read, without half a line that a kill left, or anew."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in (self.facts, *self.lines)), encoding="utf-8")
+        aside.replace(self.path)
+        self._begun = True
 
     def find(self, **about: Any) -> Row | None:
         return next((line for line in self.lines if about.items() <= line.items()), None)
 
     def add(self, line: Row) -> None:
+        if not self._begun:
+            self._begin()
         self.lines.append(line)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -107,7 +116,9 @@ def _whole_lines(path: Path) -> list[Row]:
     return lines
 
 
-Cell = tuple[str, bool, int, str]  # network, meta-trained, batch size, domain: what one process works on
+# Network, meta-trained, batch size, domain: what one process works on. Instead of a domain, the method to be tuned.
+Cell = tuple[str, bool, int, str]
+TUNE = "tune "
 
 
 def episodes_suite(args: argparse.Namespace) -> None:
@@ -122,11 +133,13 @@ def episodes_suite(args: argparse.Namespace) -> None:
         for meta in ((False, True) if args.meta else (False,))
         for size in map(int, args.batch_sizes.split(","))
     ]
-    # First what every domain of a network needs, then the domains.
-    first: list[Cell] = [(*network, "") for network in networks]
+    # First what every domain of a network needs, then the domains; SparseUpdate searches at TinyTrain's rate.
+    methods = args.methods.split(",")
+    tuned = [[m for m in methods if m != "sparse_update"], [m for m in methods if m == "sparse_update"]]
+    first = [[(*network, TUNE + method) for method in wave for network in networks] for wave in tuned]
     then: list[Cell] = [(*network, domain) for network in networks for domain in args.domains.split(",")]
     try:
-        for cells in (first, then):
+        for cells in (*first, then):
             if args.jobs > 1:
                 _side_by_side(cells, args)
             else:
@@ -143,8 +156,8 @@ def episodes_suite(args: argparse.Namespace) -> None:
                 archive.add(args.work, arcname=".")
 
 
-def _side_by_side(cells: list[Cell], args: argparse.Namespace) -> None:
-    """Each in a process of its own, `--jobs` at a time."""
+def _side_by_side(cells: list[Cell], args: argparse.Namespace, *, patience_s: float = 20.0) -> None:
+    """Each in a process of its own, `--jobs` at a time. When time is up they stop by themselves, or are stopped."""
     waiting, running = list(cells), {}
     while waiting or running:
         while waiting and len(running) < args.jobs and time.monotonic() < args.until:
@@ -156,6 +169,9 @@ def _side_by_side(cells: list[Cell], args: argparse.Namespace) -> None:
             cell = running.pop(process)
             if process.returncode not in (0, LATE):
                 print(f"failed: {cell}", file=sys.stderr)
+        if time.monotonic() > args.until + patience_s:
+            for process in running:
+                process.kill()  # what it found is written
         if time.monotonic() > args.until and not running:
             raise OutOfTime
         time.sleep(0.2)
@@ -170,15 +186,20 @@ def _write_table(cells: list[Cell], args: argparse.Namespace) -> None:
 
 
 def notes_of(cell: Cell, args: argparse.Namespace) -> Notes:
-    """Of a network (no domain) what was tuned for it; of a domain its tasks."""
+    """Of a network and method what was tuned for it; of a domain its tasks."""
     name, meta, size, domain = cell
     told = ("source", "varied", "head", "ways", "shots", "steps", "optimizer", "lrs", "memory", "compute",
             "image_size", "seed", "tune_episodes", "search_episodes", "search_steps", "device")  # fmt: skip
     facts = {"model": name, "meta": meta, "batch_size": size, "domain": domain} | {k: getattr(args, k) for k in told}
     if meta:  # a network trained anew is another one
         facts["weights"] = hashlib.sha256((args.meta / name / "model.safetensors").read_bytes()).hexdigest()[:16]
-    file = f"{name}-{'meta' if meta else 'plain'}-{size}{'-' if domain else ''}{domain}.jsonl"
+    file = f"{name}-{'meta' if meta else 'plain'}-{size}-{domain.replace(' ', '-')}.jsonl"
     return Notes(args.work / file, facts, args.until)
+
+
+def rate_of(cell: Cell, method: str, args: argparse.Namespace) -> Row | None:
+    """What tuning found, None before it ended; the rate in it is None where nothing fits the ceilings."""
+    return notes_of((*cell[:3], TUNE + method), args).find(kind="rate")
 
 
 def work_on(cell: Cell, args: argparse.Namespace) -> None:
@@ -190,18 +211,21 @@ def work_on(cell: Cell, args: argparse.Namespace) -> None:
         steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed, head=args.head
     )
     ceilings = Ceilings(args.memory, args.compute)
-    tuned = notes_of((name, meta, batch_size, ""), args)
-    if not domain:
-        source = Learner(loaded.model, head, bank_of(args.source, loaded, args), settings=settings, ceilings=ceilings)
-        prepare_network(source, tuned, args)
+    if domain.startswith(TUNE):
+        bank = bank_of(args.source, loaded, args)
+        source = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings)
+        prepare(source, cell, args)
         return
-    rates = {line["method"]: line["rate"] for line in tuned.lines if "rate" in line}
-    found = tuned.find(kind="scheme")
-    scheme = None if found is None else Plan.from_json(found["plan"])
-    missing = [method for method in args.methods.split(",") if method not in rates]
+    known = {method: rate_of(cell, method, args) for method in args.methods.split(",")}
+    missing = [method for method, found in known.items() if found is None]
     if missing:
         print(f"{name}: not yet tuned: {', '.join(missing)}", file=sys.stderr)
         raise OutOfTime
+    rates = {method: found["rate"] for method, found in known.items() if found is not None}
+    found = (
+        notes_of((*cell[:3], f"{TUNE}sparse_update"), args).find(kind="scheme") if "sparse_update" in rates else None
+    )
+    scheme = None if found is None else Plan.from_json(found["plan"])
     methods = [method for method in args.methods.split(",") if rates[method] is not None]
     bank = bank_of(domain, loaded, args)
     learner = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings, scheme=scheme)
@@ -213,6 +237,7 @@ def work_on(cell: Cell, args: argparse.Namespace) -> None:
                 {
                     "kind": "peak", "method": method, "peak_bytes": peak_bytes(learner, method, tasks.episode(0)),
                     "full_bytes": learner.plain.full.nbytes, "image_size": loaded.image_size, "rate": rates[method],
+                    "images": len(bank.labels),
                     **where(args.device), "jobs": args.jobs,
                 }
             )  # fmt: skip
@@ -224,25 +249,24 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     return {"ways": None, "shots": None} if args.varied else {"ways": args.ways, "shots": args.shots}
 
 
-def prepare_network(source: Learner, notes: Notes, args: argparse.Namespace) -> None:
-    """The learning rate of every method and SparseUpdate's scheme, on tasks of the source's held-out classes."""
+def prepare(source: Learner, cell: Cell, args: argparse.Namespace) -> None:
+    """The learning rate of a method, and SparseUpdate's scheme, on tasks of the source's held-out classes."""
+    method, notes = cell[3].removeprefix(TUNE), notes_of(cell, args)
+    if notes.find(kind="rate") is not None:
+        return
     unseen = held_out(len(source.bank.classes))[1]
     tasks = Episodes(source.bank.labels, **_shape(args), seed=args.seed + 1, only=unseen)
-    methods = args.methods.split(",")
-    for method in [m for m in methods if m != "sparse_update"] + [m for m in methods if m == "sparse_update"]:
-        if notes.find(kind="rate", method=method) is not None:
-            continue
-        rate: float | None
-        try:
-            if method == "sparse_update":
-                known = notes.find(kind="rate", method="tinytrain")
-                source.settings = replace(source.settings, lr=(known and known["rate"]) or source.settings.lr)
-                source.scheme = scheme_of(source, notes, tasks, args)
-            rate = tune(source, method, tasks, args, notes)
-        except BudgetError as error:  # nothing of it fits: no row, and the others go on
-            print(f"{notes.path.stem} {method}: {error}", file=sys.stderr)
-            rate = None
-        notes.add({"kind": "rate", "method": method, "rate": rate})
+    rate: float | None
+    try:
+        if method == "sparse_update":
+            known = rate_of(cell, "tinytrain", args) if "tinytrain" in args.methods.split(",") else None
+            source.settings = replace(source.settings, lr=(known and known["rate"]) or source.settings.lr)
+            source.scheme = scheme_of(source, notes, tasks, args)
+        rate = tune(source, method, tasks, args, notes)
+    except BudgetError as error:  # nothing of it fits: no row, and the others go on
+        print(f"{notes.path.stem}: {error}", file=sys.stderr)
+        rate = None
+    notes.add({"kind": "rate", "method": method, "rate": rate})
 
 
 def scheme_of(source: Learner, notes: Notes, tasks: Episodes, args: argparse.Namespace) -> Plan:
@@ -251,12 +275,12 @@ def scheme_of(source: Learner, notes: Notes, tasks: Episodes, args: argparse.Nam
     if found is not None:
         return Plan.from_json(found["plan"])
     norms = channel_norms(source.model, [layer.weight for layer in source.prices.layers])
-    known: Gains = {(line["weight"], line["share"]): line["gain"] for line in notes.lines if line["kind"] == "gain"}
+    gained: Gains = {(line["weight"], line["share"]): line["gain"] for line in notes.lines if line["kind"] == "gain"}
     settings = source.settings
     source.settings = replace(settings, steps=args.search_steps)
     try:
         gains = contributions(
-            source, tasks, args.search_episodes, norms=norms, known=known,
+            source, tasks, args.search_episodes, norms=norms, known=gained,
             on_gain=lambda weight, share, gain: notes.add(
                 {"kind": "gain", "weight": weight, "share": share, "gain": gain}
             ),
@@ -286,7 +310,7 @@ def table_rows(cell: Cell, args: argparse.Namespace) -> list[Row]:
                 **told, "seed": args.seed, "model": name, "meta": meta, "domain": domain,
                 "method": summary.method, "episodes": summary.accuracy.count, "steps": args.steps,
                 "optimizer": args.optimizer, "head": args.head, "lr": about.get("rate"), "batch_size": batch_size,
-                "image_size": about.get("image_size"), **_shape(args),
+                "image_size": about.get("image_size"), "images": about.get("images"), **_shape(args),
                 "accuracy": summary.accuracy.mean, "half": summary.accuracy.half,
                 "memory": args.memory, "compute": args.compute,
                 "backward_bytes": summary.backward_bytes, "full_bytes": about.get("full_bytes"),
@@ -384,11 +408,36 @@ def _peak(learner: Learner, method: Method, episode: Episode, support: torch.Ten
     return grown
 
 
+def metatrain_suite(args: argparse.Namespace) -> None:
+    """As `elastictrainer metatrain`, which needs packages that a lent machine may not have; all networks at once.
+
+    The last layer is made small: features do not pass it, and it would be a third of what has to travel.
+    """
+    if args.cell:
+        name = args.cell[0]
+        loaded = network(name, args, meta=False, classes=2)
+        loaded.model.to(args.device)
+        head = Prototypes(last_linear(loaded.model, loaded.head))
+        meta_train(
+            loaded.model, head, bank_of(args.source, loaded, args), out=args.meta / name, resume=True, ways=args.ways,
+            shots=args.shots, episodes=args.tasks, epochs=args.epochs, lr=args.meta_lr, seed=args.seed,
+            config={"model": loaded.name, "weights": loaded.source}, weights_metadata=loaded.metadata(),
+        )  # fmt: skip
+        return
+    cells: list[Cell] = [(name, False, 0, "") for name in args.models.split(",")]
+    try:
+        _side_by_side(cells, args, patience_s=0.0)
+    except OutOfTime:
+        print("out of time; run it again, with what is in --meta, to go on", file=sys.stderr)
+
+
 SUITES: dict[str, Callable[[argparse.Namespace], None]] = {
     "episodes": episodes_suite,
     "memory": memory_suite,
     "layers": layers_suite,
     "greedy": greedy_suite,
+    "metatrain": metatrain_suite,
+    "pack": pack_suite,
 }
 
 
@@ -410,6 +459,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="episodes: processes at once")
     parser.add_argument("--work", type=Path, default=Path("runs/tinytrain"), help="episodes: what was found so far")
     parser.add_argument("--state", type=Path, help="episodes: a .tar.gz that --work is packed into")
+    parser.add_argument("--tasks", type=int, default=100, help="metatrain: in an epoch")
+    parser.add_argument("--epochs", type=int, default=30, help="metatrain")
+    parser.add_argument("--meta-lr", type=float, default=1e-3, help="metatrain: of SGD")
+    parser.add_argument("--per-class", type=int, default=0, help="pack: at most so many images of a class; 0: all")
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--varied", action="store_true")
     parser.add_argument("--head", default="prototypes", help="or linear")
@@ -434,10 +487,13 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.cell:
-        if args.jobs > 1:
+        if args.jobs > 1 and not args.threads:
             torch.set_num_threads(1)
         try:
-            work_on(tuple(args.cell), args)
+            if args.suite == "metatrain":
+                metatrain_suite(args)
+            else:
+                work_on(tuple(args.cell), args)
         except OutOfTime:
             sys.exit(LATE)
         return

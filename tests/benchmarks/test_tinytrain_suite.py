@@ -33,6 +33,9 @@ def test_notes_are_kept_line_by_line_and_only_for_the_same_settings(tmp_path: Pa
     assert again.lines == [{"kind": "rate", "method": "full", "rate": 0.1}]
     assert again.find(method="full") == again.lines[0]
     assert again.find(method="last") is None
+    before = path.read_text()
+    assert "half" in before  # to read is not to write: others may be reading too
+    again.add({"kind": "peak"})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"steps": 2}, *again.lines]
     assert tinytrain.Notes(path, {"steps": 3}, later).lines == []
     late = tinytrain.Notes(path, {"steps": 3}, time.monotonic() - 1)
@@ -56,7 +59,7 @@ def test_a_suite_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tinytrain, "_write_table", lambda cells, args: None)
     words = "source varied head ways shots steps optimizer lrs memory compute image_size seed device"
     counts = "tune_episodes search_episodes search_steps"
-    told = dict.fromkeys((*words.split(), *counts.split()))
+    told = dict.fromkeys((*words.split(), *counts.split())) | {"methods": "full,sparse_update"}
 
     def run(work: str, until: float) -> None:
         tinytrain.episodes_suite(argparse.Namespace(
@@ -65,11 +68,11 @@ def test_a_suite_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         ))  # fmt: skip
 
     run("one", time.monotonic() - 1)
-    assert ran == [("a", "")]
+    assert ran == [("a", "tune full")]
     run("two", time.monotonic() + 60)  # a bare machine: there is the archive alone
-    assert len(ran) == 2 * 2 * 3
+    assert len(ran) == 2 * 2 * (2 + 2)  # tasks, networks, methods to tune and domains
     run("two", time.monotonic() + 60)
-    assert len(ran) == 2 * 2 * 3
+    assert len(ran) == 2 * 2 * (2 + 2)  # tasks, networks, methods to tune and domains
 
 
 def test_greedy_is_judged_by_the_criterion_of_the_choice() -> None:
