@@ -140,6 +140,7 @@ def episodes_suite(args: argparse.Namespace) -> None:
     then: list[Cell] = [(*network, domain) for network in networks for domain in args.domains.split(",")]
     try:
         for cells in (*first, then):
+            cells = [cell for cell in cells if not is_done(cell, args)]
             if args.jobs > 1:
                 _side_by_side(cells, args)
             else:
@@ -199,7 +200,20 @@ def notes_of(cell: Cell, args: argparse.Namespace) -> Notes:
 
 def rate_of(cell: Cell, method: str, args: argparse.Namespace) -> Row | None:
     """What tuning found, None before it ended; the rate in it is None where nothing fits the ceilings."""
+    if method == "none":
+        return {"rate": float(args.lrs.split(",")[0])}
     return notes_of((*cell[:3], TUNE + method), args).find(kind="rate")
+
+
+def is_done(cell: Cell, args: argparse.Namespace) -> bool:
+    """So that no process has to start, and read its images, to find nothing to do."""
+    methods = args.methods.split(",")
+    if cell[3].startswith(TUNE):
+        return rate_of(cell, cell[3].removeprefix(TUNE), args) is not None
+    rates = {method: rate_of(cell, method, args) for method in methods}
+    made = {(line["episode"], line["method"]) for line in notes_of(cell, args).lines if "episode" in line}
+    wanted = [method for method, found in rates.items() if found is None or found["rate"] is not None]
+    return all((index, method) in made for index in range(args.episodes) for method in wanted)
 
 
 def work_on(cell: Cell, args: argparse.Namespace) -> None:

@@ -53,13 +53,13 @@ def test_a_suite_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         for episode in range(2):
             if notes.find(episode=episode) is None:
                 ran.append((cell[0], cell[3]))
-                notes.add({"episode": episode})
+                notes.add({"episode": episode, "method": "full"})
 
     monkeypatch.setattr(tinytrain, "work_on", work_on)
     monkeypatch.setattr(tinytrain, "_write_table", lambda cells, args: None)
     words = "source varied head ways shots steps optimizer lrs memory compute image_size seed device"
     counts = "tune_episodes search_episodes search_steps"
-    told = dict.fromkeys((*words.split(), *counts.split())) | {"methods": "full,sparse_update"}
+    told = dict.fromkeys((*words.split(), *counts.split())) | {"methods": "full,sparse_update", "episodes": 2}
 
     def run(work: str, until: float) -> None:
         tinytrain.episodes_suite(argparse.Namespace(
@@ -99,3 +99,23 @@ def test_greedy_is_judged_by_the_criterion_of_the_choice() -> None:
 
 def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum(1).mean()
+
+
+def test_what_is_done_starts_no_process(tmp_path: Path) -> None:
+    words = "source varied head ways shots steps optimizer memory compute image_size seed device tune_episodes "
+    told = dict.fromkeys((words + "search_episodes search_steps").split())
+    later = time.monotonic() + 60
+    args = argparse.Namespace(
+        **told, lrs="1e-3", methods="none,full,elastic", episodes=2, work=tmp_path, until=later
+    )  # fmt: skip
+    tune, domain = ("a", False, 1, "tune full"), ("a", False, 1, "x")
+    assert not tinytrain.is_done(tune, args)
+    tinytrain.notes_of(tune, args).add({"kind": "rate", "rate": 0.1})
+    assert tinytrain.is_done(tune, args)
+    notes = tinytrain.notes_of(domain, args)
+    for line in ({"episode": i, "method": m} for i in range(2) for m in ("none", "full")):
+        assert not tinytrain.is_done(domain, args)
+        notes.add(line)
+    assert not tinytrain.is_done(domain, args)  # elastic may still be tuned
+    tinytrain.notes_of(("a", False, 1, "tune elastic"), args).add({"kind": "rate", "rate": None})
+    assert tinytrain.is_done(domain, args)  # nothing of it fits the ceilings
