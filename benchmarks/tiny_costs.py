@@ -25,7 +25,9 @@ from elastictrainer.importance.potential import fisher_potential
 from elastictrainer.metrics.held import held_bytes
 from elastictrainer.metrics.timing import synchronize
 from elastictrainer.plan import Plan
+from elastictrainer.profiling import price_backward, time_backward
 from elastictrainer.runtime.apply import apply
+from elastictrainer.runtime.optimizers import make_optimizer
 from elastictrainer.selection import select_channels
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -257,3 +259,72 @@ def together(found: Sequence[Row | None]) -> Row:
             for key in ("greedy_layers", "best_layers", "greedy_s", "best_s")
         },
     }  # fmt: skip
+
+
+def seconds_suite(args: argparse.Namespace) -> None:
+    """What a plan with channels says that a step takes, and what it takes, beside full training in plain PyTorch.
+
+    A step here is forward, backward and optimizer of one batch in a loop of one's own; adaptation (`episodes`) is
+    faster, since it runs what comes before the trained layers in a way of its own. In turns, medians.
+    """
+    rows: list[Row] = []
+    for name in args.models.split(","):
+        loaded = network(name, args, meta=False)
+        model = loaded.model.eval().to(args.device)
+        head = Prototypes(last_linear(model, loaded.head))
+        bank = bank_of(args.domains.split(",")[0], loaded, args)
+        for batch_size in map(int, args.batch_sizes.split(",")):
+            settings = Settings(optimizer=args.optimizer, batch_size=batch_size, seed=args.seed)
+            learner = Learner(model, head, bank, settings=settings, ceilings=Ceilings(None, None))
+            episode = Episodes(bank.labels, ways=args.ways, shots=args.shots, seed=args.seed).episode(0)
+            potential = potential_of(learner, episode, 0)
+            images = bank.images(episode.support[np.arange(batch_size) % len(episode.support)])
+            labels = torch.zeros(batch_size, dtype=torch.int64, device=images.device)
+            batch = Queries(images, labels, head.of(model, images[:1], labels[:1], 2))
+            optimizer = make_optimizer(args.optimizer, model.parameters(), lr=0.0)
+            prices = price_backward(model, head.loss, batch, optimizer=optimizer)
+            prices = time_backward(prices, model, head.loss, batch, optimizer=optimizer)
+            assert prices.clock is not None
+            for memory, compute in ceilings_of(args.ceilings):
+                try:
+                    plan = select_channels(prices, potential, memory=memory, compute=compute)
+                except BudgetError:
+                    continue
+                full = Plan(prices.profile.names, prices.profile.names, 0.0, 0.0, 0)
+                seconds: dict[str, list[float]] = {"full": [], "plan": []}
+                for _ in range(args.rounds):
+                    for key, standing in (("full", full), ("plan", plan)):
+                        seconds[key].append(step_s(model, head.loss, batch, standing, args))
+                measured = {key: statistics.median(values) for key, values in seconds.items()}
+                part = [w for w in plan.channels if w in prices.by_weight]
+                rows.append(
+                    {
+                        **where(args.device), "seed": args.seed, "model": name, "batch_size": batch_size,
+                        "image_size": loaded.image_size, "optimizer": args.optimizer, "memory": memory,
+                        "compute": compute, "layers": sum(w in prices.by_weight for w in plan.trainable),
+                        "in_part": len(part), "predicted_s": plan.step_s, "measured_s": measured["plan"],
+                        "predicted_full_s": plan.full_step_s, "full_s": measured["full"],
+                        "predicted_ratio": plan.ratio, "measured_ratio": measured["plan"] / measured["full"],
+                        "slower_in_part": sum(v[1] > 1 for v in prices.clock.rows.values()),
+                        "of_layers": len(prices.layers),
+                    }
+                )  # fmt: skip
+            write_csv(args.out, rows)
+    shown = ("model", "batch_size", "memory", "compute", "layers", "in_part", "predicted_s", "measured_s")
+    print_table(rows, (*shown, "predicted_ratio", "measured_ratio", "slower_in_part", "of_layers"))
+
+
+def step_s(model: nn.Module, loss_fn: Callable[..., torch.Tensor], batch: Any, plan: Plan, args: Any) -> float:
+    """Of the median of some steps under a plan, the first left out."""
+    optimizer = make_optimizer(args.optimizer, model.parameters(), lr=0.0)
+    taken = []
+    with apply(model, plan, optimizer=optimizer):
+        for _ in range(args.repeats + 1):
+            synchronize(args.device)
+            start = time.perf_counter()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            synchronize(args.device)
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])

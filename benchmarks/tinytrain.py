@@ -4,6 +4,7 @@
         --data ../shared/data --weights ../shared/weights [--meta runs/meta] [--minutes 9 --state $OUT/tiny.tar.gz]
     python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin --data ../shared/data
     python benchmarks/tinytrain.py greedy --models mobilenet_v2,builtin --weights ../shared/weights --episodes 10
+    python benchmarks/tinytrain.py seconds --models mobilenet_v2,builtin --weights ../shared/weights --threads 1
     python benchmarks/tinytrain.py layers --threads 1
 
 episodes: every method on every task from the same network, images, views and batch, in turns, beginning with another
@@ -20,6 +21,8 @@ memory: bytes of backward for every method at each batch size and at 100, stated
 at the same batch and, as the paper has it, over full training's at 100.
 
 greedy: how much of the best plan's worth, found by the integer programme, greedy selection gets.
+
+seconds: what a plan with channels says that a step takes, and what it takes.
 
 layers: seconds of each layer's backward with a quarter of its channels over dense, both in plain blocks that take
 turns; medians. What the plans' speed rests on.
@@ -59,7 +62,7 @@ from elastictrainer.runtime.optimizers import make_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS, print_table, where, write_csv
-from tiny_costs import greedy_suite, layers_suite, memory_suite
+from tiny_costs import greedy_suite, layers_suite, memory_suite, seconds_suite
 from tiny_inputs import bank_of, network, pack_suite
 
 LATE = 75  # the exit status of a process that ran out of time
@@ -450,6 +453,7 @@ SUITES: dict[str, Callable[[argparse.Namespace], None]] = {
     "memory": memory_suite,
     "layers": layers_suite,
     "greedy": greedy_suite,
+    "seconds": seconds_suite,
     "metatrain": metatrain_suite,
     "pack": pack_suite,
 }
@@ -488,7 +492,9 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,25")
     parser.add_argument("--memory", default="1MiB")
     parser.add_argument("--compute", default="15%")
-    parser.add_argument("--ceilings", default="1MiB:15%,2MiB:15%,4MiB:15%,4MiB:40%,1MiB:none", help="greedy: pairs")
+    parser.add_argument(
+        "--ceilings", default="1MiB:15%,2MiB:15%,4MiB:15%,4MiB:40%,1MiB:none", help="greedy, seconds: pairs"
+    )
     parser.add_argument("--image-size", type=int, default=84)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
