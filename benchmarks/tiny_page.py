@@ -20,7 +20,7 @@ def few_shot(folder: Path) -> str:
         "batch, in turns. *Backward memory* is what backward keeps for a batch; *seconds* are of deciding and\n"
         "training, the median over tasks of their share of full training's on the same task.\n\n"
     )
-    return text + episodes(folder) + greedy(folder) + memory(folder) + layers(folder)
+    return text + episodes(folder) + greedy(folder) + memory(folder) + layers(folder) + seconds(folder)
 
 
 def episodes(folder: Path) -> str:
@@ -48,6 +48,7 @@ def episodes(folder: Path) -> str:
                 "of full",
                 "multiply-adds",
                 "seconds",
+                *(("peak on the device",) if first.get("peak_bytes") else ()),
             )
             text += markdown(columns, map(_episode_row, here)) + "\n" + where(here, name) + "\n"
     return text
@@ -55,14 +56,16 @@ def episodes(folder: Path) -> str:
 
 def _episode_row(row: Row) -> tuple[str, ...]:
     nbytes, none = float(row["backward_bytes"]), row["method"] == "none"
+    half = f" ± {100 * float(row['half']):.1f}" if row["half"] else ""  # of one task there is none
     return (
         row["method"],
-        f"{percent(row['accuracy'])} ± {100 * float(row['half']):.1f}",
+        percent(row["accuracy"]) + half,
         "–" if none else number(row["lr"]),
         format_bytes(int(nbytes)),
         f"{nbytes / float(row['full_bytes']):.1%}",
         percent(row["backward_share"]),
         "–" if none else number(row["versus_full"], ".2f"),
+        *((format_bytes(int(float(row["peak_bytes"]))),) if row.get("peak_bytes") else ()),
     )
 
 
@@ -149,6 +152,31 @@ def layers(folder: Path) -> str:
         text += markdown(("layers", "how many", "together", "slower by themselves"), (
             (kind, str(len(made)), f"{_together(made):.2f}", str(sum(float(r["ratio"]) > 1 for r in made)))
             for kind, made in kinds if made
+        ))  # fmt: skip
+        text += "\n" + where(rows, name) + "\n"
+    return text
+
+
+def seconds(folder: Path) -> str:
+    found = tables("tinytrain_seconds_*.csv", folder)
+    text = (
+        "## What a plan says that it takes\n\n"
+        "Prices that were timed (`et.time_backward`) let a plan with channels state the seconds of a step; here\n"
+        "beside what a step in a plain loop takes, both over a step of full training in plain PyTorch. *Slower in\n"
+        "part* are layers whose weight gradient takes longer in a quarter of the channels than in all; what a plan\n"
+        "takes of such a layer trains whole where the ceilings allow it.\n\n"
+    )
+    if not found:
+        return text + absent("Seconds", "python benchmarks/tinytrain.py seconds --threads 1") + "\n"
+    for name, rows in found.items():
+        columns = ("model", "batch", "memory", "compute", "layers", "in part", "stated", "measured", "stated, of full",
+                   "measured, of full", "slower in part")  # fmt: skip
+        text += markdown(columns, (
+            (r["model"], r["batch_size"], r["memory"] or "–", r["compute"] or "–", r["layers"], r["in_part"],
+             f"{1e3 * float(r['predicted_s']):.1f} ms", f"{1e3 * float(r['measured_s']):.1f} ms",
+             number(r["predicted_ratio"], ".2f"), number(r["measured_ratio"], ".2f"),
+             f"{r['slower_in_part']} of {r['of_layers']}")
+            for r in rows
         ))  # fmt: skip
         text += "\n" + where(rows, name) + "\n"
     return text

@@ -1,4 +1,4 @@
-"""Few-shot adaptation, measured: how accurate, in how many bytes, multiply-adds and seconds, method by method.
+r"""Few-shot adaptation, measured: how accurate, in how many bytes, multiply-adds and seconds, method by method.
 
     python benchmarks/tinytrain.py episodes --models mobilenet_v2,builtin --batch-sizes 25 --device cuda --jobs 12 \
         --data ../shared/data --weights ../shared/weights [--meta runs/meta] [--minutes 9 --state $OUT/tiny.tar.gz]
@@ -26,6 +26,31 @@ seconds: what a plan with channels says that a step takes, and what it takes.
 
 layers: seconds of each layer's backward with a quarter of its channels over dense, both in plain blocks that take
 turns; medians. What the plans' speed rests on.
+
+metatrain: as `elastictrainer metatrain`, for every network at once; `--meta DIR` is where the runs go.
+pack: one archive of images, networks and packages for a machine that has none of them (`tiny_inputs.py`).
+
+On a lent GPU (one H200, 16 cores, no network, bare each time, 64 MiB carried, 10 minutes a call, files back of 16 MiB
+at the most); minutes are reckoned, none of it has been run there:
+
+1. Here: an archive of 26 MiB, to be carried.
+    python benchmarks/tinytrain.py pack --models mobilenet_v2,builtin --domains "" --out carry/tiny.zip \
+        --data ../shared/data --weights ../shared/weights
+2. There, 4 minutes; 9 and 13.1 MiB of weights come back.
+    python3 -m zipfile -e carry/tiny.zip /tmp/tiny; export PYTHONPATH=src:/tmp/tiny/lib COMMIT=...
+    python3 benchmarks/tinytrain.py metatrain --models mobilenet_v2,builtin --device cuda --jobs 2 --minutes 8 \
+        --data /tmp/tiny/data --weights /tmp/tiny/weights --meta /tmp/meta
+    for m in mobilenet_v2 builtin; do mkdir -p $OUT/meta/$m; \
+        cp /tmp/meta/$m/{model.safetensors,metrics.jsonl,result.json} $OUT/meta/$m/; done
+3. Here, META being the folder meta/ that came back: an archive of 54 MiB.
+    python benchmarks/tinytrain.py pack --models mobilenet_v2,builtin --per-class 20 --out carry/tiny.zip \
+        --data ../shared/data --weights ../shared/weights --meta META
+4. There, 9 minutes, three times; put the tiny.tar.gz that comes back into carry/ each time.
+    python3 -m zipfile -e carry/tiny.zip /tmp/tiny; export PYTHONPATH=src:/tmp/tiny/lib COMMIT=...
+    cp carry/tiny.tar.gz $OUT/ 2>/dev/null; python3 benchmarks/tinytrain.py episodes --device cuda --jobs 20 \
+        --models mobilenet_v2,builtin --batch-sizes 25 --steps 20 --tune-episodes 5 --search-episodes 3 \
+        --search-steps 5 --data /tmp/tiny/data --weights /tmp/tiny/weights --meta /tmp/tiny/meta --minutes 8.5 \
+        --work /tmp/work --state $OUT/tiny.tar.gz --out $OUT/tinytrain_episodes_cuda.csv
 """
 
 from __future__ import annotations
