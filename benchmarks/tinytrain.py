@@ -493,7 +493,7 @@ def main() -> None:
     parser.add_argument("--meta", type=Path, help="a folder with a run of metatrain for each model")
     parser.add_argument("--source", default="tinyimagenet100")
     parser.add_argument("--domains", default="flowers102,grocery81,omniglot,cub200,pets37")
-    parser.add_argument("--methods", default="none,full,last,bias,tinytl,sparse_update,elastic,tinytrain")
+    parser.add_argument("--methods", default="none,full,last,bias,tinytl,adapterdrop,sparse_update,elastic,tinytrain")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--tune-episodes", type=int, default=10)
     parser.add_argument("--search-episodes", type=int, default=5)
