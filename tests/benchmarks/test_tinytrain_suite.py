@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 import time
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from elastictrainer.importance.potential import fisher_potential
@@ -21,6 +24,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 tinytrain = pytest.importorskip("tinytrain")
 tiny_costs = pytest.importorskip("tiny_costs")
+tiny_inputs = pytest.importorskip("tiny_inputs")
 
 
 def test_notes_are_kept_line_by_line_and_only_for_the_same_settings(tmp_path: Path) -> None:
@@ -119,3 +123,35 @@ def test_what_is_done_starts_no_process(tmp_path: Path) -> None:
     assert not tinytrain.is_done(domain, args)  # elastic may still be tuned
     tinytrain.notes_of(("a", False, 1, "tune elastic"), args).add({"kind": "rate", "rate": None})
     assert tinytrain.is_done(domain, args)  # nothing of it fits the ceilings
+
+
+def test_what_is_packed_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_inputs, "PACKAGES", ("yaml",))
+    rng = np.random.default_rng(0)
+    for kind in ("a", "b", "c10", "c9"):
+        (tmp_path / "data" / "fewshot" / "few" / kind).mkdir(parents=True)
+        for k in range(3):
+            pixels = np.full((20, 30, 3), rng.integers(0, 255, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / "fewshot" / "few" / kind / f"{k}.png")
+    name, there = "shufflenet_v2_x0_5", tmp_path / "there"
+    args = argparse.Namespace(
+        models=name, meta=None, source="few", domains="", per_class=2, data=tmp_path / "data", weights=None,
+        image_size=16, device="cpu", seed=0, out=tmp_path / "carry" / "tiny.zip",
+    )  # fmt: skip
+    tiny_inputs.pack_suite(args)
+    zipfile.ZipFile(args.out).extractall(there)
+    assert (there / "lib" / "yaml" / "__init__.py").exists()
+    moved = argparse.Namespace(**{**vars(args), "data": there / "data", "weights": there / "weights"})
+    here, other = tiny_inputs.network(name, args, meta=False), tiny_inputs.network(name, moved, meta=False)
+    assert (other.num_classes, other.normalisation) == (2, here.normalisation)
+    for key, tensor in other.model.state_dict().items():
+        if key not in other.head:
+            whole = here.model.state_dict()[key]
+            expected = whole.half().float() if tensor.is_floating_point() and tensor.dim() > 1 else whole
+            assert torch.equal(tensor, expected)
+    full, few = tiny_inputs.bank_of("few", here, args), tiny_inputs.bank_of("few", other, moved)
+    assert few.classes == full.classes
+    assert np.bincount(few.labels).tolist() == [2, 2, 2, 2]
+    kept = tiny_inputs.some_of_each(full.labels, 2)
+    apart = (few.pixels(np.arange(8)).int() - full.pixels(np.asarray(kept)).int()).abs()
+    assert apart.max() <= 12  # one colour each: what the encoder changes is little
