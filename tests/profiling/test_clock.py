@@ -74,6 +74,16 @@ def test_every_layer_is_measured_and_plans_state_seconds(case: Case) -> None:
     assert et.select_channels(again, potential, compute="60%").step_s == plan.step_s
 
 
+def test_a_plan_that_saves_no_time_says_so(case: Case) -> None:
+    prices, potential = case
+    assert prices.clock is not None
+    plans = [
+        et.select_channels(replace(prices, clock=replace(prices.clock, full_step_s=full_s)), potential, compute="60%")
+        for full_s in (1e-9, 1e9)
+    ]
+    assert ["as long as full training" in str(plan) for plan in plans] == [True, False]
+
+
 def test_without_a_clock_nothing_is_stated_and_old_files_are_read(case: Case) -> None:
     prices = replace(case[0], clock=None)
     assert math.isnan(et.select_channels(prices, case[1], compute="60%").step_s)

@@ -273,10 +273,13 @@ class ChannelChoice:
         trainable, channels = self.named(taken)
         spent = self.prices.spent(trainable, channels)
         clock = self.prices.clock
+        step_s = self.prices.step_s(trainable, channels)
+        if clock is not None and step_s >= clock.full_step_s:
+            note += "; by the clock it takes as long as full training: what it saves is memory"
         return Plan(
             trainable=tuple(name for name in profile.names if name in trainable),
             names=profile.names,
-            step_s=self.prices.step_s(trainable, channels),
+            step_s=step_s,
             full_step_s=math.nan if clock is None else clock.full_step_s,
             peak_bytes=profile.memory.base_bytes + spent.nbytes,
             memory_bytes=self.memory_bytes,
