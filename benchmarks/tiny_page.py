@@ -164,7 +164,8 @@ def seconds(folder: Path) -> str:
         "Prices that were timed (`et.time_backward`) let a plan with channels state the seconds of a step; here\n"
         "beside what a step in a plain loop takes, both over a step of full training in plain PyTorch. *Slower in\n"
         "part* are layers whose weight gradient takes longer in a quarter of the channels than in all; what a plan\n"
-        "takes of such a layer trains whole where the ceilings allow it.\n\n"
+        "takes of such a layer trains whole where the ceilings allow it. What is stated errs on the side of too long:\n"
+        "the optimizer's part is taken as that of whole tensors, and every ReLU as one that keeps bits.\n\n"
     )
     if not found:
         return text + absent("Seconds", "python benchmarks/tinytrain.py seconds --threads 1") + "\n"
