@@ -1,8 +1,10 @@
-"""Few-shot adaptation, measured: how accurate, in how many bytes, multiply-adds and seconds, method by method.
+r"""Few-shot adaptation, measured: how accurate, in how many bytes, multiply-adds and seconds, method by method.
 
     python benchmarks/tinytrain.py episodes --models mobilenet_v2,builtin --batch-sizes 25 --device cuda --jobs 12 \
         --data ../shared/data --weights ../shared/weights [--meta runs/meta] [--minutes 9 --state $OUT/tiny.tar.gz]
     python benchmarks/tinytrain.py memory --models mobilenet_v2,builtin --data ../shared/data
+    python benchmarks/tinytrain.py greedy --models mobilenet_v2,builtin --weights ../shared/weights --episodes 10
+    python benchmarks/tinytrain.py seconds --models mobilenet_v2,builtin --weights ../shared/weights --threads 1
     python benchmarks/tinytrain.py layers --threads 1
 
 episodes: every method on every task from the same network, images, views and batch, in turns, beginning with another
@@ -18,8 +20,40 @@ which a GPU that waits for its host is glad of; seconds then are those of a shar
 memory: bytes of backward for every method at each batch size and at 100, stated and really held, over full training's
 at the same batch and, as the paper has it, over full training's at 100.
 
+greedy: how much of the best plan's worth, found by the integer programme, greedy selection gets.
+
+seconds: what a plan with channels says that a step takes, and what it takes.
+
 layers: seconds of each layer's backward with a quarter of its channels over dense, both in plain blocks that take
 turns; medians. What the plans' speed rests on.
+
+metatrain: as `elastictrainer metatrain`, for every network at once; `--meta DIR` is where the runs go.
+pack: one archive of images, networks and packages for a machine that has none of them (`tiny_inputs.py`).
+
+On a lent GPU (one H200, 16 cores, no network, bare each time, 64 MiB carried, 10 minutes a call, files back of 16 MiB
+at the most); minutes are reckoned, none of it has been run there:
+
+1. Here: an archive of 26 MiB, to be carried.
+    python benchmarks/tinytrain.py pack --models mobilenet_v2,builtin --domains "" --out carry/tiny.zip \
+        --data ../shared/data --weights ../shared/weights
+2. There, 6 minutes: meta-training, and every method once on the device. 9 and 13.1 MiB of weights come back.
+    python3 -m zipfile -e carry/tiny.zip /tmp/tiny; export PYTHONPATH=src:/tmp/tiny/lib COMMIT=...
+    python3 benchmarks/tinytrain.py metatrain --models mobilenet_v2,builtin --device cuda --jobs 2 --minutes 8 \
+        --data /tmp/tiny/data --weights /tmp/tiny/weights --meta /tmp/meta
+    for m in mobilenet_v2 builtin; do mkdir -p $OUT/meta/$m; \
+        cp /tmp/meta/$m/{model.safetensors,metrics.jsonl,result.json} $OUT/meta/$m/; done
+    python3 benchmarks/tinytrain.py episodes --models mobilenet_v2,builtin --device cuda --jobs 16 --minutes 2 \
+        --data /tmp/tiny/data --weights /tmp/tiny/weights --domains tinyimagenet100 --episodes 2 --steps 2 --lrs 1e-3 \
+        --tune-episodes 1 --search-episodes 1 --search-steps 1 --batch-sizes 25 --work /tmp/smoke --out $OUT/smoke.csv
+3. Here, META being the folder meta/ that came back: an archive of 54 MiB.
+    python benchmarks/tinytrain.py pack --models mobilenet_v2,builtin --per-class 20 --out carry/tiny.zip \
+        --data ../shared/data --weights ../shared/weights --meta META
+4. There, 9 minutes, three times; put the tiny.tar.gz that comes back into carry/ each time.
+    python3 -m zipfile -e carry/tiny.zip /tmp/tiny; export PYTHONPATH=src:/tmp/tiny/lib COMMIT=...
+    cp carry/tiny.tar.gz $OUT/ 2>/dev/null; python3 benchmarks/tinytrain.py episodes --device cuda --jobs 20 \
+        --models mobilenet_v2,builtin --batch-sizes 25 --steps 20 --tune-episodes 5 --search-episodes 3 \
+        --search-steps 5 --data /tmp/tiny/data --weights /tmp/tiny/weights --meta /tmp/tiny/meta --minutes 8 \
+        --work /tmp/work --state $OUT/tiny.tar.gz --out $OUT/tinytrain_episodes_cuda.csv
 """
 
 from __future__ import annotations
@@ -38,60 +72,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from elastictrainer.data.episodes import Bank, Episode, Episodes
-from elastictrainer.data.models import LoadedModel, load_model
+from elastictrainer.data.episodes import Episode, Episodes
 from elastictrainer.errors import BudgetError, TrainingError
 from elastictrainer.fewshot.heads import Prototypes, Queries, last_linear
 from elastictrainer.fewshot.interval import Mean
 from elastictrainer.fewshot.learner import Learner, Outcome, Settings
-from elastictrainer.fewshot.meta import held_out
+from elastictrainer.fewshot.meta import held_out, meta_train
 from elastictrainer.fewshot.methods import Ceilings, Method, find_method
 from elastictrainer.fewshot.protocol import run_episodes, summarise
 from elastictrainer.fewshot.search import Gains, contributions, evolve
 from elastictrainer.importance.potential import channel_norms
-from elastictrainer.metrics.held import held_bytes
-from elastictrainer.metrics.timing import synchronize
 from elastictrainer.plan import Plan
 from elastictrainer.runtime.apply import apply
 from elastictrainer.runtime.optimizers import make_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import RESULTS, print_table, where, write_csv
-from workloads import WEIGHTS
+from tiny_costs import greedy_suite, layers_suite, memory_suite, seconds_suite
+from tiny_inputs import bank_of, network, pack_suite
 
 LATE = 75  # the exit status of a process that ran out of time
-DOMAINS = {"cub200": "cub200", "pets37": "pets37"}  # others lie in fewshot/
 Row = dict[str, Any]
-
-
-def network(name: str, args: argparse.Namespace, *, meta: bool) -> LoadedModel:
-    if meta:
-        return load_model(
-            "timm/tf_efficientnet_lite0" if name == "builtin" else f"torchvision/{name}",
-            weights=args.meta / name / "model.safetensors",
-            image_size=args.image_size,
-        )
-    if name == "builtin":
-        return load_model("builtin", image_size=args.image_size)
-    special = dict(WEIGHTS.get(name, {}))
-    file = special.pop("file", None)
-    weights = args.weights / file if args.weights and file else None
-    options = special if weights else {}
-    return load_model(f"torchvision/{name}", weights=weights, image_size=args.image_size, **options)
-
-
-def bank_of(domain: str, like: LoadedModel, args: argparse.Namespace) -> Bank:
-    return Bank(
-        str(args.data / DOMAINS.get(domain, f"fewshot/{domain}")),
-        image_size=like.image_size,
-        normalisation=like.normalisation,
-        device=args.device,
-        seed=args.seed,
-    )
 
 
 class OutOfTime(Exception):
@@ -99,22 +102,31 @@ class OutOfTime(Exception):
 
 
 class Notes:
-    """A file of JSON lines, each written as it is found; those of an earlier run of the same settings are read."""
+    """A file of JSON lines, each written as it is found; those of an earlier run of the same settings are read.
+
+    Nothing is written before something is added: several processes read what one of them found.
+    """
 
     def __init__(self, path: Path, facts: Row, until: float) -> None:
-        self.path, self.until = path, until
-        first, *self.lines = _whole_lines(path) or [{}]
-        if first != facts:
-            self.lines = []
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        else:  # without half a line that a kill left
-            path.write_text("".join(json.dumps(line) + "\n" for line in (first, *self.lines)), encoding="utf-8")
+        self.path, self.facts, self.until = path, facts, until
+        first, *lines = _whole_lines(path) or [{}]
+        self.lines: list[Row] = lines if first == facts else []
+        self._begun = False
+
+    def _begin(self) -> None:
+        """The file as it was read, without half a line that a kill left, or anew."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in (self.facts, *self.lines)), encoding="utf-8")
+        aside.replace(self.path)
+        self._begun = True
 
     def find(self, **about: Any) -> Row | None:
         return next((line for line in self.lines if about.items() <= line.items()), None)
 
     def add(self, line: Row) -> None:
+        if not self._begun:
+            self._begin()
         self.lines.append(line)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -135,7 +147,9 @@ def _whole_lines(path: Path) -> list[Row]:
     return lines
 
 
-Cell = tuple[str, bool, int, str]  # network, meta-trained, batch size, domain: what one process works on
+# Network, meta-trained, batch size, domain: what one process works on. Instead of a domain, the method to be tuned.
+Cell = tuple[str, bool, int, str]
+TUNE = "tune "
 
 
 def episodes_suite(args: argparse.Namespace) -> None:
@@ -150,11 +164,14 @@ def episodes_suite(args: argparse.Namespace) -> None:
         for meta in ((False, True) if args.meta else (False,))
         for size in map(int, args.batch_sizes.split(","))
     ]
-    # First what every domain of a network needs, then the domains.
-    first: list[Cell] = [(*network, "") for network in networks]
+    # First what every domain of a network needs, then the domains; SparseUpdate searches at TinyTrain's rate.
+    methods = args.methods.split(",")
+    tuned = [[m for m in methods if m != "sparse_update"], [m for m in methods if m == "sparse_update"]]
+    first = [[(*network, TUNE + method) for method in wave for network in networks] for wave in tuned]
     then: list[Cell] = [(*network, domain) for network in networks for domain in args.domains.split(",")]
     try:
-        for cells in (first, then):
+        for cells in (*first, then):
+            cells = [cell for cell in cells if not is_done(cell, args)]
             if args.jobs > 1:
                 _side_by_side(cells, args)
             else:
@@ -171,8 +188,8 @@ def episodes_suite(args: argparse.Namespace) -> None:
                 archive.add(args.work, arcname=".")
 
 
-def _side_by_side(cells: list[Cell], args: argparse.Namespace) -> None:
-    """Each in a process of its own, `--jobs` at a time."""
+def _side_by_side(cells: list[Cell], args: argparse.Namespace, *, patience_s: float = 20.0) -> None:
+    """Each in a process of its own, `--jobs` at a time. When time is up they stop by themselves, or are stopped."""
     waiting, running = list(cells), {}
     while waiting or running:
         while waiting and len(running) < args.jobs and time.monotonic() < args.until:
@@ -184,6 +201,9 @@ def _side_by_side(cells: list[Cell], args: argparse.Namespace) -> None:
             cell = running.pop(process)
             if process.returncode not in (0, LATE):
                 print(f"failed: {cell}", file=sys.stderr)
+        if time.monotonic() > args.until + patience_s:
+            for process in running:
+                process.kill()  # what it found is written
         if time.monotonic() > args.until and not running:
             raise OutOfTime
         time.sleep(0.2)
@@ -198,15 +218,33 @@ def _write_table(cells: list[Cell], args: argparse.Namespace) -> None:
 
 
 def notes_of(cell: Cell, args: argparse.Namespace) -> Notes:
-    """Of a network (no domain) what was tuned for it; of a domain its tasks."""
+    """Of a network and method what was tuned for it; of a domain its tasks."""
     name, meta, size, domain = cell
     told = ("source", "varied", "head", "ways", "shots", "steps", "optimizer", "lrs", "memory", "compute",
             "image_size", "seed", "tune_episodes", "search_episodes", "search_steps", "device")  # fmt: skip
     facts = {"model": name, "meta": meta, "batch_size": size, "domain": domain} | {k: getattr(args, k) for k in told}
     if meta:  # a network trained anew is another one
         facts["weights"] = hashlib.sha256((args.meta / name / "model.safetensors").read_bytes()).hexdigest()[:16]
-    file = f"{name}-{'meta' if meta else 'plain'}-{size}{'-' if domain else ''}{domain}.jsonl"
+    file = f"{name}-{'meta' if meta else 'plain'}-{size}-{domain.replace(' ', '-')}.jsonl"
     return Notes(args.work / file, facts, args.until)
+
+
+def rate_of(cell: Cell, method: str, args: argparse.Namespace) -> Row | None:
+    """What tuning found, None before it ended; the rate in it is None where nothing fits the ceilings."""
+    if method == "none":
+        return {"rate": float(args.lrs.split(",")[0])}
+    return notes_of((*cell[:3], TUNE + method), args).find(kind="rate")
+
+
+def is_done(cell: Cell, args: argparse.Namespace) -> bool:
+    """So that no process has to start, and read its images, to find nothing to do."""
+    methods = args.methods.split(",")
+    if cell[3].startswith(TUNE):
+        return rate_of(cell, cell[3].removeprefix(TUNE), args) is not None
+    rates = {method: rate_of(cell, method, args) for method in methods}
+    made = {(line["episode"], line["method"]) for line in notes_of(cell, args).lines if "episode" in line}
+    wanted = [method for method, found in rates.items() if found is None or found["rate"] is not None]
+    return all((index, method) in made for index in range(args.episodes) for method in wanted)
 
 
 def work_on(cell: Cell, args: argparse.Namespace) -> None:
@@ -218,18 +256,21 @@ def work_on(cell: Cell, args: argparse.Namespace) -> None:
         steps=args.steps, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed, head=args.head
     )
     ceilings = Ceilings(args.memory, args.compute)
-    tuned = notes_of((name, meta, batch_size, ""), args)
-    if not domain:
-        source = Learner(loaded.model, head, bank_of(args.source, loaded, args), settings=settings, ceilings=ceilings)
-        prepare_network(source, tuned, args)
+    if domain.startswith(TUNE):
+        bank = bank_of(args.source, loaded, args)
+        source = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings)
+        prepare(source, cell, args)
         return
-    rates = {line["method"]: line["rate"] for line in tuned.lines if "rate" in line}
-    found = tuned.find(kind="scheme")
-    scheme = None if found is None else Plan.from_json(found["plan"])
-    missing = [method for method in args.methods.split(",") if method not in rates]
+    known = {method: rate_of(cell, method, args) for method in args.methods.split(",")}
+    missing = [method for method, found in known.items() if found is None]
     if missing:
         print(f"{name}: not yet tuned: {', '.join(missing)}", file=sys.stderr)
         raise OutOfTime
+    rates = {method: found["rate"] for method, found in known.items() if found is not None}
+    found = (
+        notes_of((*cell[:3], f"{TUNE}sparse_update"), args).find(kind="scheme") if "sparse_update" in rates else None
+    )
+    scheme = None if found is None else Plan.from_json(found["plan"])
     methods = [method for method in args.methods.split(",") if rates[method] is not None]
     bank = bank_of(domain, loaded, args)
     learner = Learner(loaded.model, head, bank, settings=settings, ceilings=ceilings, scheme=scheme)
@@ -241,6 +282,7 @@ def work_on(cell: Cell, args: argparse.Namespace) -> None:
                 {
                     "kind": "peak", "method": method, "peak_bytes": peak_bytes(learner, method, tasks.episode(0)),
                     "full_bytes": learner.plain.full.nbytes, "image_size": loaded.image_size, "rate": rates[method],
+                    "images": len(bank.labels),
                     **where(args.device), "jobs": args.jobs,
                 }
             )  # fmt: skip
@@ -252,25 +294,24 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     return {"ways": None, "shots": None} if args.varied else {"ways": args.ways, "shots": args.shots}
 
 
-def prepare_network(source: Learner, notes: Notes, args: argparse.Namespace) -> None:
-    """The learning rate of every method and SparseUpdate's scheme, on tasks of the source's held-out classes."""
+def prepare(source: Learner, cell: Cell, args: argparse.Namespace) -> None:
+    """The learning rate of a method, and SparseUpdate's scheme, on tasks of the source's held-out classes."""
+    method, notes = cell[3].removeprefix(TUNE), notes_of(cell, args)
+    if notes.find(kind="rate") is not None:
+        return
     unseen = held_out(len(source.bank.classes))[1]
     tasks = Episodes(source.bank.labels, **_shape(args), seed=args.seed + 1, only=unseen)
-    methods = args.methods.split(",")
-    for method in [m for m in methods if m != "sparse_update"] + [m for m in methods if m == "sparse_update"]:
-        if notes.find(kind="rate", method=method) is not None:
-            continue
-        rate: float | None
-        try:
-            if method == "sparse_update":
-                known = notes.find(kind="rate", method="tinytrain")
-                source.settings = replace(source.settings, lr=(known and known["rate"]) or source.settings.lr)
-                source.scheme = scheme_of(source, notes, tasks, args)
-            rate = tune(source, method, tasks, args, notes)
-        except BudgetError as error:  # nothing of it fits: no row, and the others go on
-            print(f"{notes.path.stem} {method}: {error}", file=sys.stderr)
-            rate = None
-        notes.add({"kind": "rate", "method": method, "rate": rate})
+    rate: float | None
+    try:
+        if method == "sparse_update":
+            known = rate_of(cell, "tinytrain", args) if "tinytrain" in args.methods.split(",") else None
+            source.settings = replace(source.settings, lr=(known and known["rate"]) or source.settings.lr)
+            source.scheme = scheme_of(source, notes, tasks, args)
+        rate = tune(source, method, tasks, args, notes)
+    except BudgetError as error:  # nothing of it fits: no row, and the others go on
+        print(f"{notes.path.stem}: {error}", file=sys.stderr)
+        rate = None
+    notes.add({"kind": "rate", "method": method, "rate": rate})
 
 
 def scheme_of(source: Learner, notes: Notes, tasks: Episodes, args: argparse.Namespace) -> Plan:
@@ -279,12 +320,12 @@ def scheme_of(source: Learner, notes: Notes, tasks: Episodes, args: argparse.Nam
     if found is not None:
         return Plan.from_json(found["plan"])
     norms = channel_norms(source.model, [layer.weight for layer in source.prices.layers])
-    known: Gains = {(line["weight"], line["share"]): line["gain"] for line in notes.lines if line["kind"] == "gain"}
+    gained: Gains = {(line["weight"], line["share"]): line["gain"] for line in notes.lines if line["kind"] == "gain"}
     settings = source.settings
     source.settings = replace(settings, steps=args.search_steps)
     try:
         gains = contributions(
-            source, tasks, args.search_episodes, norms=norms, known=known,
+            source, tasks, args.search_episodes, norms=norms, known=gained,
             on_gain=lambda weight, share, gain: notes.add(
                 {"kind": "gain", "weight": weight, "share": share, "gain": gain}
             ),
@@ -314,7 +355,7 @@ def table_rows(cell: Cell, args: argparse.Namespace) -> list[Row]:
                 **told, "seed": args.seed, "model": name, "meta": meta, "domain": domain,
                 "method": summary.method, "episodes": summary.accuracy.count, "steps": args.steps,
                 "optimizer": args.optimizer, "head": args.head, "lr": about.get("rate"), "batch_size": batch_size,
-                "image_size": about.get("image_size"), **_shape(args),
+                "image_size": about.get("image_size"), "images": about.get("images"), **_shape(args),
                 "accuracy": summary.accuracy.mean, "half": summary.accuracy.half,
                 "memory": args.memory, "compute": args.compute,
                 "backward_bytes": summary.backward_bytes, "full_bytes": about.get("full_bytes"),
@@ -412,142 +453,50 @@ def _peak(learner: Learner, method: Method, episode: Episode, support: torch.Ten
     return grown
 
 
-def memory_suite(args: argparse.Namespace) -> None:
-    """Bytes and multiply-adds of each method's backward, stated and held, at every batch size. No seconds, no accuracy.
+def metatrain_suite(args: argparse.Namespace) -> None:
+    """As `elastictrainer metatrain`, which needs packages that a lent machine may not have; all networks at once.
 
-    `versus_full` is at the same batch. `times_less_than_full_100` sets the method at its batch against full training at
-    100 images, as the paper's 1,098x does for TinyTrain at 1: most of that is the batch.
+    The last layer is made small: features do not pass it, and it would be a third of what has to travel.
     """
-    rows: list[Row] = []
-    for name in args.models.split(","):
-        loaded = network(name, args, meta=False)
-        head = Prototypes(last_linear(loaded.model.to(args.device), loaded.head))
-        bank = bank_of(args.domains.split(",")[0], loaded, args)
-        episode = Episodes(bank.labels, ways=args.ways, shots=args.shots, seed=args.seed).episode(0)
-        hundred = 0
-        for batch_size in sorted({*map(int, args.batch_sizes.split(",")), 100}, reverse=True):
-            settings = Settings(steps=1, optimizer=args.optimizer, batch_size=batch_size, seed=args.seed)
-            learner = Learner(loaded.model, head, bank, settings=settings, ceilings=Ceilings(args.memory, args.compute))
-            full = learner.plain.full.nbytes
-            hundred = hundred or full
-            for method in args.methods.split(","):
-                if method in ("none", "sparse_update"):
-                    continue
-                try:
-                    row = memory_row(learner, method, episode)
-                except BudgetError as error:
-                    print(f"{name} {method} at batch {batch_size}: {error}", file=sys.stderr)
-                    continue
-                rows.append(
-                    {
-                        **where(args.device), "seed": args.seed, "model": name, "method": method,
-                        "batch_size": batch_size, "image_size": loaded.image_size, "optimizer": args.optimizer,
-                        "memory": args.memory, "compute": args.compute, **row,
-                        "versus_full": row["backward_bytes"] / full,
-                        "times_less_than_full_100": hundred / row["backward_bytes"],
-                    }
-                )  # fmt: skip
-            write_csv(args.out, rows)
-    shown = ("model", "method", "batch_size", "backward_bytes", "saved_bytes", "held_bytes", "backward_share")
-    print_table(rows, (*shown, "versus_full", "times_less_than_full_100"))
+    if args.cell:
+        name = args.cell[0]
+        loaded = network(name, args, meta=False, classes=2)
+        loaded.model.to(args.device)
+        head = Prototypes(last_linear(loaded.model, loaded.head))
+        meta_train(
+            loaded.model, head, bank_of(args.source, loaded, args), out=args.meta / name, resume=True, ways=args.ways,
+            shots=args.shots, episodes=args.tasks, epochs=args.epochs, lr=args.meta_lr, seed=args.seed,
+            config={"model": loaded.name, "weights": loaded.source}, weights_metadata=loaded.metadata(),
+        )  # fmt: skip
+        return
+    cells: list[Cell] = [(name, False, 0, "") for name in args.models.split(",")]
+    try:
+        _side_by_side(cells, args, patience_s=0.0)
+    except OutOfTime:
+        print("out of time; run it again, with what is in --meta, to go on", file=sys.stderr)
 
 
-def memory_row(learner: Learner, name: str, episode: Episode) -> Row:
-    """What the plan states, and the bytes that forward of one batch really saves beside its inputs."""
-    method = find_method(name)
-    plan = learner.solve(method, episode, 0).plan
-    assert plan is not None
-    assert plan.backward is not None
-    positions = episode.support[np.arange(learner.settings.batch_size) % len(episode.support)]
-    images = learner.bank.images(positions)
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    with learner.extended(method), apply(learner.model, plan, bits=method.bits):
-        prototypes = learner.head.of(learner.model, images[:1], labels[:1], 2)
-        held = held_bytes(lambda: learner.head.loss(learner.model, Queries(images, labels, prototypes)), learner.model)
-    return {
-        "backward_bytes": plan.backward.nbytes, "saved_bytes": plan.backward.saved_bytes,
-        "held_bytes": held - prototypes.numel() * prototypes.element_size(),
-        "backward_share": plan.backward.macs / learner.plain.full.macs,
-    }  # fmt: skip
-
-
-def layers_suite(args: argparse.Namespace) -> None:
-    """Forward of nothing, backward of one layer: weight gradient alone, as for the deepest layer that trains."""
-    rows: list[Row] = []
-    for name in args.models.split(","):
-        loaded = network(name, args, meta=False)
-        model = loaded.model.eval().to(args.device)
-        for batch_size in map(int, args.batch_sizes.split(",")):
-            x = torch.randn(batch_size, 3, loaded.image_size, loaded.image_size, device=args.device)
-            for layer, given in inputs_of(model, x).items():
-                rows.append(time_layer(model.get_submodule(layer), layer, given, args) | {"model": name})
-            write_csv(args.out, rows)
-    whole = sum(row["rows_s"] for row in rows) / sum(row["dense_s"] for row in rows)
-    slower = sum(row["ratio"] > 1 for row in rows)
-    print_table(rows, ("model", "layer", "batch_size", "channels", "groups", "dense_s", "rows_s", "ratio"))
-    print(f"all layers together: {whole:.3f} of dense; {slower} of {len(rows)} layers slower")
-
-
-def inputs_of(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-
-            def keep(module: nn.Module, given: Any, name: str = name) -> None:
-                found[name] = given[0].detach().clone()
-
-            handles.append(module.register_forward_pre_hook(keep))
-    with torch.no_grad():
-        model(x)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def time_layer(layer: nn.Module, name: str, given: torch.Tensor, args: argparse.Namespace) -> Row:
-    channels = layer.weight.shape[0]
-    rows = tuple(range(0, channels, 4))
-    names = tuple(n for n, _ in layer.named_parameters())
-    dense = Plan(names, names, 1.0, 1.0, 0)
-    part = Plan(names, names, 1.0, 1.0, 0, channels=dict.fromkeys(names, rows))
-    seconds: dict[str, list[float]] = {"dense": [], "rows": []}
-    for _ in range(args.rounds):
-        for key, plan in (("dense", dense), ("rows", part)):
-            with apply(layer, plan):
-                seconds[key].append(timed(lambda: layer(given), repeats=args.repeats, device=args.device))
-    dense_s, rows_s = (statistics.median(seconds[key]) for key in ("dense", "rows"))
-    ratio = statistics.median(b / a for a, b in zip(seconds["dense"], seconds["rows"]))
-    return {
-        **where(args.device), "seed": args.seed, "layer": name, "batch_size": len(given), "channels": channels,
-        "chosen": len(rows), "groups": getattr(layer, "groups", 1), "dense_s": dense_s, "rows_s": rows_s,
-        "ratio": ratio,
-    }  # fmt: skip
-
-
-def timed(forward: Callable[[], torch.Tensor], *, repeats: int, device: str) -> float:
-    """Seconds of the backward passes, forward apart."""
-    outs = [forward() for _ in range(repeats + 1)]
-    grad = torch.randn_like(outs[0])
-    outs.pop().backward(grad)
-    synchronize(device)
-    start = time.perf_counter()
-    for out in outs:
-        out.backward(grad)
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
+SUITES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "episodes": episodes_suite,
+    "memory": memory_suite,
+    "layers": layers_suite,
+    "greedy": greedy_suite,
+    "seconds": seconds_suite,
+    "metatrain": metatrain_suite,
+    "pack": pack_suite,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=("episodes", "memory", "layers"))
+    parser.add_argument("suite", choices=tuple(SUITES))
     parser.add_argument("--models", default="mobilenet_v2", help="torchvision names, or builtin (EfficientNet-Lite0)")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--meta", type=Path, help="a folder with a run of metatrain for each model")
     parser.add_argument("--source", default="tinyimagenet100")
     parser.add_argument("--domains", default="flowers102,grocery81,omniglot,cub200,pets37")
-    parser.add_argument("--methods", default="none,full,last,bias,tinytl,sparse_update,elastic,tinytrain")
+    parser.add_argument("--methods", default="none,full,last,bias,tinytl,adapterdrop,sparse_update,elastic,tinytrain")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--tune-episodes", type=int, default=10)
     parser.add_argument("--search-episodes", type=int, default=5)
@@ -556,6 +505,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="episodes: processes at once")
     parser.add_argument("--work", type=Path, default=Path("runs/tinytrain"), help="episodes: what was found so far")
     parser.add_argument("--state", type=Path, help="episodes: a .tar.gz that --work is packed into")
+    parser.add_argument("--tasks", type=int, default=100, help="metatrain: in an epoch")
+    parser.add_argument("--epochs", type=int, default=30, help="metatrain")
+    parser.add_argument("--meta-lr", type=float, default=1e-3, help="metatrain: of SGD")
+    parser.add_argument("--per-class", type=int, default=0, help="pack: at most so many images of a class; 0: all")
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--varied", action="store_true")
     parser.add_argument("--head", default="prototypes", help="or linear")
@@ -567,6 +520,9 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,25")
     parser.add_argument("--memory", default="1MiB")
     parser.add_argument("--compute", default="15%")
+    parser.add_argument(
+        "--ceilings", default="1MiB:15%,2MiB:15%,4MiB:15%,4MiB:40%,1MiB:none", help="greedy, seconds: pairs"
+    )
     parser.add_argument("--image-size", type=int, default=84)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
@@ -579,15 +535,18 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.cell:
-        if args.jobs > 1:
+        if args.jobs > 1 and not args.threads:
             torch.set_num_threads(1)
         try:
-            work_on(tuple(args.cell), args)
+            if args.suite == "metatrain":
+                metatrain_suite(args)
+            else:
+                work_on(tuple(args.cell), args)
         except OutOfTime:
             sys.exit(LATE)
         return
     args.out = args.out or RESULTS / f"tinytrain_{args.suite}_{args.device}.csv"
-    {"episodes": episodes_suite, "memory": memory_suite, "layers": layers_suite}[args.suite](args)
+    SUITES[args.suite](args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from elastictrainer.errors import (
     TrainingError,
 )
 from elastictrainer.plan import Plan
-from elastictrainer.profiling import Profile, price_backward, profile
+from elastictrainer.profiling import Profile, price_backward, profile, time_backward
 from elastictrainer.runtime.apply import Applied, apply
 from elastictrainer.runtime.controller import Elastic
 from elastictrainer.runtime.loop import fit
@@ -51,4 +51,5 @@ __all__ = [
     "profile",
     "select",
     "select_channels",
+    "time_backward",
 ]

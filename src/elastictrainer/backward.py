@@ -1,8 +1,9 @@
-"""What the backward pass of a plan holds and computes, down to the channel: bytes and multiply-adds, no seconds."""
+"""What the backward pass of a plan holds, computes and (if timed) takes, down to the channel."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from elastictrainer.budget import format_bytes
 from elastictrainer.errors import ConfigError, ProfileError
 from elastictrainer.profiling.profile import Lane, Profile
 
-__all__ = ["BackwardPrices", "Layer", "Spent"]
+__all__ = ["BackwardPrices", "Clock", "Layer", "Spent"]
 
 FORMAT = 1
 
@@ -90,17 +91,55 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
+class Clock:
+    """What steps take on one device. Made by `time_backward`.
+
+    `profile` prices tensors that train whole, ReLUs keeping bits. `rows` are measured: by weight, for each share of
+    `shares`, the seconds of the weight's gradient in so many of its channels over those of the whole one.
+    `full_step_s` is a step of everything in plain PyTorch.
+    """
+
+    profile: Profile
+    shares: tuple[float, ...]
+    rows: Mapping[str, tuple[float, ...]]
+    full_step_s: float
+
+    def ratio(self, weight: str, share: float) -> float:
+        """What the gradient of this share of a weight's channels takes of the whole one's; between shares, a line."""
+        if share >= 1 or weight not in self.rows:
+            return 1.0
+        return float(np.interp(share, self.shares, self.rows[weight]))
+
+    def step_s(self, names: Iterable[str], shares: Mapping[str, float]) -> float:
+        """Seconds of a step in which these tensors train, those in `shares` in part.
+
+        The optimizer's part is taken as that of whole tensors, so this errs on the side of too long. Rows save no
+        launches: the lane of a GPU's host is left as it is.
+        """
+        index = self.profile.graph.index
+        lanes = []
+        for lane in self.profile.lanes:
+            own = lane.dw_s.copy()
+            for weight, share in shares.items():
+                own[index[weight]] *= self.ratio(weight, share)
+            lanes.append(lane if lane.name == "launch" else replace(lane, dw_s=own))
+        return replace(self.profile, lanes=tuple(lanes)).step_s(names)
+
+
+@dataclass(frozen=True, eq=False)
 class BackwardPrices:
     """The price list of backward by layer and channel. Made by `price_backward`; pure data, good on any machine.
 
-    `profile` holds the graph and what each node keeps (no seconds unless it was timed); `state_copies` is how many
-    numbers the optimizer keeps for each that trains. Everything is for one batch of the size that was traced.
+    `profile` holds the graph and what each node keeps, without seconds; these are `clock`'s, if `time_backward` took
+    them, and of one device. `state_copies` is how many numbers the optimizer keeps for each that trains. Everything is
+    for one batch of the size that was traced.
     """
 
     profile: Profile
     layers: tuple[Layer, ...]
     state_copies: int
     batch_size: int
+    clock: Clock | None = None
 
     @cached_property
     def by_weight(self) -> dict[str, Layer]:
@@ -143,6 +182,14 @@ class BackwardPrices:
         )
         macs += sum(self.layers[i].macs for i in np.flatnonzero(self.passing(trained)))
         return Spent(saved, gradient, gradient * self.state_copies, copies, int(macs))
+
+    def step_s(self, trainable: Iterable[str], channels: Mapping[str, Sequence[int]] | None = None) -> float:
+        """Seconds of a step of this plan; NaN where nothing was timed."""
+        if self.clock is None:
+            return math.nan
+        given = (channels or {}).items()
+        shares = {w: len(rows) / self.by_weight[w].channels for w, rows in given if w in self.by_weight}
+        return self.clock.step_s(tuple(trainable), shares)
 
     def passing(self, trained: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which layers hand a gradient on to their input when these tensors (by index) train."""
@@ -209,6 +256,8 @@ class BackwardPrices:
             "state_copies": self.state_copies,
             "batch_size": self.batch_size,
         }
+        if self.clock is not None:
+            data["clock"] = _clock_data(self.clock)
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
@@ -222,6 +271,21 @@ class BackwardPrices:
                 tuple(Layer(**layer) for layer in data["layers"]),
                 data["state_copies"],
                 data["batch_size"],
+                _clock(data.get("clock")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"damaged prices of backward: {error!r}; take them again with price_backward") from error
+
+
+def _clock_data(clock: Clock) -> dict[str, Any]:
+    return {
+        "profile": clock.profile.to_dict(), "shares": clock.shares, "rows": dict(clock.rows),
+        "full_step_s": clock.full_step_s,
+    }  # fmt: skip
+
+
+def _clock(data: dict[str, Any] | None) -> Clock | None:
+    if data is None:
+        return None
+    rows = {name: tuple(values) for name, values in data["rows"].items()}
+    return Clock(Profile.from_dict(data["profile"]), tuple(data["shares"]), rows, data["full_step_s"])

@@ -52,7 +52,7 @@ def results(tmp_path: Path) -> Path:
     ])  # fmt: skip
     write(tmp_path / "time_model_cpu_t1_b4_off.csv", [
         {"model": "resnet50", "batch": 4, "image": 96, "plans": 60, "median": 0.012, "p95": 0.05, "chain_median": 0.2,
-         "chain_p95": 0.4, "full_step_s": 0.25, "profile_steps": 90} | HERE
+         "chain_p95": 0.4, "full_step_s": 0.25, "profile_steps": 90, "tokens_of_text": 128, "autocast": "off"} | HERE
     ])  # fmt: skip
     write(tmp_path / "time_model_plans_cpu_t1_b4_off.csv", [
         {"model": "resnet50", "measured_ratio": 0.5, "predicted_ratio": 0.51} | HERE,
@@ -230,6 +230,7 @@ def test_where_an_allocator_was_asked_the_errors_in_memory_are_shown(results: Pa
     assert "memory: 95%" not in pages.build(results)["time-model.md"]
     measured = {"model": "swin_t", "batch": 64, "image": 224, "plans": 60, "median": 0.01, "p95": 0.05}
     measured |= {"chain_median": 0.2, "chain_p95": 0.4, "full_step_s": 0.08, "profile_steps": 150}
+    measured |= {"tokens_of_text": 128, "autocast": "bf16"}
     write(results / "time_model_cuda_t1_b64_off.csv", [measured | {"memory_median": 0.02, "memory_p95": 0.07} | HERE])
     page = pages.build(results)["time-model.md"]
     assert row_of(page, "swin_t")[-2:] == ["2.0%", "7.0%"]

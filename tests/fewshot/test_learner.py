@@ -114,6 +114,28 @@ def test_lite_residuals_train_and_start_at_nothing_and_leave_no_trace(bank: Bank
         pass
 
 
+def test_dropped_adapters_are_those_next_to_the_input(bank: Bank) -> None:
+    """Three blocks in a row: half of them, rounded up, are the last two, and no gradient goes past these."""
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 3, 1, bias=False)) for _ in range(3)]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
+    chosen = Settings(steps=2, lr=0.01, batch_size=3)
+    one = Learner(model, Prototypes("3"), bank, settings=chosen, ceilings=CEILINGS)
+    method = find_method("adapterdrop")
+    with one.extended(method):
+        on = [i for i, block in enumerate(blocks) if any(LITE in name for name, _ in block.named_parameters())]
+    assert on == [1, 2]
+    episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
+    whole, half = (one.solve(find_method(name), episode, 0).plan for name in ("tinytl", "adapterdrop"))
+    assert whole is not None
+    assert half is not None
+    assert half.trainable
+    assert all(LITE in name for name in half.trainable)
+    assert half.backward is not None
+    assert whole.backward is not None
+    assert half.backward.macs < whole.backward.macs
+    assert half.backward.nbytes < whole.backward.nbytes
+
+
 def test_a_linear_head_begins_as_prototypes_and_trains_within_the_ceilings(bank: Bank) -> None:
     episode = Episodes(bank.labels, ways=4, shots=3, queries=3).episode(0)
     by_means, linear = learner(bank), learner(bank, head="linear")

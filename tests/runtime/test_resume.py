@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from elastictrainer.profiling.profile import Profile
 from elastictrainer.runtime.loop import fit
 from elastictrainer.runtime.optimizers import OPTIMIZERS, make_optimizer
 from elastictrainer.runtime.run import Run
+from elastictrainer.runtime.settings import _name
 
 STEPS = EPOCHS * 15
 
@@ -205,3 +207,17 @@ def test_a_real_process_killed_at_random_moments(tmp_path: Path) -> None:
 
 def _newest(folder: Path) -> str:
     return max((path.name for path in (folder / "checkpoint").glob("save-????????")), default="")
+
+
+class Metric:
+    def __call__(self, model: nn.Module, batch: object) -> tuple[float, int]:
+        return 1.0, 1
+
+
+def test_what_was_given_goes_by_names_that_another_process_gives_it_too() -> None:
+    def metric(scale: float, model: nn.Module, batch: object) -> tuple[float, int]:
+        return scale, 1
+
+    told = [_name(given) for given in (functools.partial(functools.partial(metric, 2.0)), Metric(), metric, "head")]
+    assert [name.rpartition(".")[2] for name in told] == ["metric", "Metric", "metric", "head"]
+    assert not any("0x" in name for name in told)

@@ -66,7 +66,7 @@ Method = Annotated[
     typer.Option(
         "--method",
         callback=check_one,
-        help="none, full, last, bias, sparse_update, elastic or tinytrain (tinytl: in fewshot).",
+        help="none, full, last, bias, sparse_update, elastic or tinytrain (tinytl, adapterdrop: in fewshot).",
         rich_help_panel=_PLAN,
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -55,13 +54,11 @@ def metatrain(
     """
     from elastictrainer.cli.machine import prepare
     from elastictrainer.cli.train import new_folder, show
-    from elastictrainer.data.episodes import Bank, Episodes
+    from elastictrainer.data.episodes import Bank
     from elastictrainer.data.models import load_model
-    from elastictrainer.errors import ConfigError, DataError
+    from elastictrainer.errors import ConfigError
     from elastictrainer.fewshot.heads import Prototypes, last_linear
-    from elastictrainer.fewshot.meta import EpisodeLoader, held_out, task_loss, task_metric
-    from elastictrainer.runtime.loop import fit
-    from elastictrainer.runtime.optimizers import make_optimizer
+    from elastictrainer.fewshot.meta import held_out, meta_train
 
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
@@ -76,32 +73,25 @@ def metatrain(
         data, image_size=network.image_size, normalisation=network.normalisation, split="train", seed=seed, device=where
     )  # fmt: skip
     seen, unseen = held_out(len(bank.classes))
-    if len(unseen) < 2:
-        raise DataError(f"{bank.name} has {len(bank.classes)} classes; meta-training needs at least 10, to hold 2 out")
-    shape = {"shots": shots, "queries": queries}
-    training = Episodes(bank.labels, ways=min(ways, len(seen)), seed=seed, only=seen, **shape)
-    judging = Episodes(bank.labels, ways=min(ways, len(unseen)), seed=seed + 1, only=unseen, **shape)
     screen.say(str(network))
     screen.say(f"{bank.name}: {len(seen)} classes to train on, {len(unseen)} held out")
-    result = fit(
+    result = meta_train(
         network.model,
-        make_optimizer(optimizer, network.model.parameters(), lr=lr),
-        functools.partial(task_loss, head),
-        EpisodeLoader(bank, training, episodes),
-        epochs=epochs,
-        budget="1x",
-        policy="full",
-        val_loader=EpisodeLoader(bank, judging, max(20, episodes // 5), augmented=False),
-        metric=functools.partial(task_metric, head),
+        head,
+        bank,
         out=out if out is not None else new_folder(Path("runs"), "metatrain"),
         resume=resume,
+        ways=ways,
+        shots=shots,
+        queries=queries,
+        episodes=episodes,
+        epochs=epochs,
+        optimizer=optimizer,
+        lr=lr,
         seed=seed,
         deterministic=deterministic,
         progress=not as_json,
-        config={
-            "model": network.name, "weights": network.source, "data": bank.name, "fingerprint": bank.fingerprint,
-            "image_size": bank.image_size, "ways": ways, "shots": shots, "queries": queries,
-        },
+        config={"model": network.name, "weights": network.source},
         weights_metadata=network.metadata(),
-    )  # fmt: skip
+    )
     show(screen, result)

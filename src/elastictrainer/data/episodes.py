@@ -195,12 +195,13 @@ class Bank:
 
     def images(self, positions: Positions) -> Tensor:
         """Normalised images, as they are."""
-        return prepare(self._take(positions), None, self._kit)
+        return prepare(self.pixels(positions), None, self._kit)
 
     def views(self, positions: Positions, turn: int) -> Tensor:
         """The same images, each cropped and mirrored as (seed, turn, position) says."""
         views = self.augment.views(self.seed, turn, positions, size=self.image_size).to(self.device)
-        return prepare(self._take(positions), views, self._kit)
+        return prepare(self.pixels(positions), views, self._kit)
 
-    def _take(self, positions: Positions) -> Tensor:
+    def pixels(self, positions: Positions) -> Tensor:
+        """What was decoded, as bytes."""
         return self._pixels.index_select(0, torch.from_numpy(positions).to(self.device))

@@ -78,6 +78,7 @@ class Learner:
         self.settings, self.ceilings, self.scheme = settings, ceilings, scheme
         self._fixed: dict[tuple[str, int], Plan | None] = {}
         self._open: dict[Ceilings, tuple[str, ...]] = {}
+        self._lite: dict[float, BackwardPrices] = {}
         self._pristine = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
     @cached_property
@@ -122,17 +123,19 @@ class Learner:
         """Inside, the network has what the method adds to it."""
         if not method.lite:
             return nullcontext()
-        return lite_residuals(self.model, self.bank.images(np.zeros(1, dtype=np.int64)), seed=self.settings.seed)
+        image = self.bank.images(np.zeros(1, dtype=np.int64))
+        return lite_residuals(self.model, image, share=method.lite, seed=self.settings.seed)
 
-    @cached_property
-    def _lite_prices(self) -> BackwardPrices:
-        """With lite residual modules on."""
-        return self._price(bits=True)
+    def _lite_prices(self, method: Method) -> BackwardPrices:
+        """With the lite residual modules on that the method adds."""
+        if method.lite not in self._lite:
+            self._lite[method.lite] = self._price(bits=True)
+        return self._lite[method.lite]
 
     def _learn(self, method: Method, episode: Episode, index: int, on_plan: Callable[[], None]) -> Outcome:
         support, labels = self.bank.images(episode.support), self._labels(episode.support_labels)
         if method.lite:
-            _ = self._lite_prices
+            self._lite_prices(method)
         synchronize(support.device)
         start = time.perf_counter()
         plan = self.plan(method, episode, index, support, labels)
@@ -175,7 +178,7 @@ class Learner:
         def potential() -> Potential:
             return fisher_potential(self.model, self.head.loss, [batch()], layers=self._within(ceilings))
 
-        prices = self._lite_prices if method.lite else self.prices if method.bits else self.plain
+        prices = self._lite_prices(method) if method.lite else self.prices if method.bits else self.plain
         ceilings = self.ceilings.less(head, self.prices.full.macs)
         task = Task(prices, ceilings, potential, scores, self.scheme)
         plan = method.plan(task)

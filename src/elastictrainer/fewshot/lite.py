@@ -46,8 +46,8 @@ class LiteResidual(nn.Module):
 
 
 @contextmanager
-def lite_residuals(model: nn.Module, images: Tensor, *, seed: int = 0) -> Iterator[tuple[str, ...]]:
-    """Inside, each block of the model has one; gives the names of their parameters.
+def lite_residuals(model: nn.Module, images: Tensor, *, share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, ...]]:
+    """Inside, each block of the model has one, or this share of the blocks, the last; gives the parameters' names.
 
     A block is a member of a Sequential with two convolutions or more in it and no other block, that maps one image to
     one image. `images` is any input, to see the shapes by.
@@ -61,6 +61,8 @@ def lite_residuals(model: nn.Module, images: Tensor, *, seed: int = 0) -> Iterat
             "lite residual modules (tinytl) stand beside blocks of convolutions in a Sequential, and this network has "
             "none; --method bias trains the biases alone"
         )
+    last = list(blocks)[-math.ceil(share * len(blocks)) :]
+    blocks = {block: blocks[block] for block in last}
     handles = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,7 +94,7 @@ def _add(block: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def _blocks(model: nn.Module, images: Tensor) -> dict[nn.Module, tuple[int, int]]:
-    """Each with the channels of what it is given and puts out."""
+    """In the order in which they run, each with the channels of what it is given and puts out."""
     members = [
         child
         for parent in model.modules()

@@ -6,9 +6,11 @@ gradients through both. It is ordinary training of everything with tasks as batc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastictrainer.data.episodes import Bank, Episodes
+from elastictrainer.errors import DataError
 from elastictrainer.fewshot.heads import Prototypes
+from elastictrainer.runtime.loop import fit
+from elastictrainer.runtime.optimizers import make_optimizer
+from elastictrainer.runtime.result import Result
 
-__all__ = ["EpisodeLoader", "TaskBatch", "held_out", "task_loss", "task_metric"]
+__all__ = ["EpisodeLoader", "TaskBatch", "held_out", "meta_train", "task_loss", "task_metric"]
 
 
 class TaskBatch(NamedTuple):
@@ -77,3 +83,67 @@ def task_metric(head: Prototypes, model: nn.Module, batch: TaskBatch) -> tuple[T
     """Right answers among the queries, and how many there are."""
     labels = batch.labels[batch.support :]
     return (_logits(head, model, batch).argmax(1) == labels).sum(), len(labels)
+
+
+def meta_train(
+    model: nn.Module,
+    head: Prototypes,
+    bank: Bank,
+    *,
+    out: str | Path | None,
+    resume: bool = False,
+    ways: int = 5,
+    shots: int = 5,
+    queries: int = 10,
+    episodes: int = 100,
+    epochs: int = 10,
+    optimizer: str = "sgd",
+    lr: float = 1e-3,
+    seed: int = 0,
+    deterministic: bool = False,
+    checkpoint_every: str | float = "10min",
+    progress: bool = True,
+    config: dict[str, Any] | None = None,
+    weights_metadata: dict[str, str] | None = None,
+) -> Result:
+    """Train everything on `epochs` of `episodes` tasks each; the epoch that does best on held-out classes is kept.
+
+        result = meta_train(model, Prototypes("fc"), bank, out="runs/meta", epochs=10)
+
+    It is a run as any of `et.fit`'s: killed at any moment it goes on with `resume`, and with `deterministic` ends on a
+    CPU in the weights that it would have ended in.
+
+    Raises:
+        DataError: fewer than ten classes, of which two could be held out.
+
+    Costs a forward and backward pass of `ways * (shots + queries)` images a task.
+    """
+    seen, unseen = held_out(len(bank.classes))
+    if len(unseen) < 2:
+        raise DataError(f"{bank.name} has {len(bank.classes)} classes; meta-training needs at least 10, to hold 2 out")
+    shape = {"shots": shots, "queries": queries}
+    training = Episodes(bank.labels, ways=min(ways, len(seen)), seed=seed, only=seen, **shape)
+    judging = Episodes(bank.labels, ways=min(ways, len(unseen)), seed=seed + 1, only=unseen, **shape)
+    return fit(
+        model,
+        make_optimizer(optimizer, model.parameters(), lr=lr),
+        functools.partial(task_loss, head),
+        EpisodeLoader(bank, training, episodes),
+        epochs=epochs,
+        budget="1x",
+        policy="full",
+        val_loader=EpisodeLoader(bank, judging, max(20, episodes // 5), augmented=False),
+        metric=functools.partial(task_metric, head),
+        graphs=False,  # the loss asks each task how many classes it has
+        out=out,
+        resume=resume,
+        seed=seed,
+        deterministic=deterministic,
+        checkpoint_every=checkpoint_every,
+        progress=progress,
+        config={
+            **(config or {}), "data": bank.name, "fingerprint": bank.fingerprint, "image_size": bank.image_size,
+            "ways": ways, "shots": shots, "queries": queries,
+        },
+        weights_metadata=weights_metadata,
+    )  # fmt: skip

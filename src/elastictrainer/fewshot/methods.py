@@ -7,6 +7,7 @@ full: everything trains, whatever the ceilings
 last: the last layer before the features trains
 bias: biases alone train, for which no activation is kept
 tinytl: biases and lite residual modules, a small path beside each block, train
+adapterdrop: such modules beside the upper half of the blocks train, and nothing else
 sparse_update: a scheme that was searched offline trains, the same for every task
 elastic: the tensors worth most by gradient times update, by the exact solver
 tinytrain: the layers and channels worth most by Fisher potential
@@ -75,7 +76,7 @@ class Method:
     """`within`: it keeps the ceilings. `once`: its plan does not depend on the task.
 
     `bits`: ReLUs keep bits for it. Full training is left as PyTorch does it, which is what everyone compares with.
-    `lite`: it adds lite residual modules to the network.
+    `lite`: it adds lite residual modules to the network, beside this share of its blocks, those nearest the output.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Method:
     within: bool = True
     once: bool = False
     bits: bool = True
-    lite: bool = False
+    lite: float = 0.0
 
 
 def find_method(name: str) -> Method:
@@ -123,9 +124,16 @@ def _bias(task: Task) -> Plan:
     return plan_of(task.prices, chosen, note="bias")
 
 
+def _adapters(task: Task) -> set[str]:
+    return {name for name in task.prices.profile.names if f".{LITE}." in f".{name}"}
+
+
 def _tinytl(task: Task) -> Plan:
-    lite = {name for name in task.prices.profile.names if f".{LITE}." in f".{name}"}
-    return plan_of(task.prices, {*_bias(task).trainable, *lite}, note="tinytl")
+    return plan_of(task.prices, {*_bias(task).trainable, *_adapters(task)}, note="tinytl")
+
+
+def _adapterdrop(task: Task) -> Plan:
+    return plan_of(task.prices, _adapters(task), note="adapterdrop")
 
 
 def _tinytrain(task: Task) -> Plan:
@@ -177,7 +185,16 @@ METHODS: dict[str, Method] = {
             _tinytl,
             within=False,
             once=True,
-            lite=True,
+            lite=1.0,
+        ),
+        Method(
+            "adapterdrop",
+            "such modules beside the upper half of the blocks train, and nothing else",
+            "after Rücklé et al., AdapterDrop, EMNLP 2021, whose adapters are of transformers",
+            _adapterdrop,
+            within=False,
+            once=True,
+            lite=0.5,
         ),
         Method(
             "sparse_update",

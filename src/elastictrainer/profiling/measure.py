@@ -49,6 +49,7 @@ def profile(
     seed: int = 0,
     limit_s: float | None = None,
     captured: bool = False,
+    bits: bool = False,
 ) -> Profile:
     """What every tensor of this model costs to train, on this device, with this batch and optimizer.
 
@@ -76,6 +77,7 @@ def profile(
         limit_s: give up as soon as it is clear, after about a quarter of the work, that it would take longer.
         captured: on CUDA, price steps that are recorded once and replayed (`et.fit(graphs=True)`), where the host's
             launches cost next to nothing. `Profile.captured` says whether that could be done.
+        bits: price steps whose ReLUs keep bits, as under plans with channels (`et.apply`).
 
     Raises:
         BudgetError: it would take longer than `limit_s`; `least` is about what it would take.
@@ -91,13 +93,14 @@ def profile(
     recorder = find_recorder(next(iter(candidates.values())).device) if captured else None
     context = describe(model, candidates, batch, loss_fn=loss_fn, optimizer=optimizer, bn=bn) | {"effort": effort}
     context |= {"captured": True} if recorder is not None else {}
+    context |= {"bits": True} if bits else {}
     store = Cache(Path(cache)) if cache is not None else None
     if store is not None and (found := store.find(context)) is not None:
         return found
     made = _measure(
         model, loss_fn, batch, optimizer, candidates,
         bn=bn, effort=effort, context=context, seed=seed, limit_s=limit_s,
-        recorder=recorder,
+        recorder=recorder, bits=bits,
     )  # fmt: skip
     if store is not None:
         store.keep(made)
@@ -117,10 +120,11 @@ def _measure(
     seed: int,
     limit_s: float | None,
     recorder: Recorder | None,
+    bits: bool,
 ) -> Profile:
     start = time.perf_counter()
     here = torch.cuda.device_of(next(iter(candidates.values())))  # CUDA's clocks are the current device's
-    with here, uncompiled(model), untouched(model), apply(model, candidates, bn=bn) as applied:
+    with here, uncompiled(model), untouched(model), apply(model, candidates, bn=bn, bits=bits) as applied:
         traced = trace(model, loss_fn, batch, candidates)
         graph = traced.graph
         if not graph.tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -164,4 +165,9 @@ def _network(model: nn.Module) -> dict[str, Any]:
 
 
 def _name(function: Any) -> str:
-    return str(getattr(function, "__qualname__", function))
+    """The same in another process: what a partial or a callable object prints as holds an address in memory."""
+    if isinstance(function, str):
+        return function
+    if isinstance(function, functools.partial):
+        return _name(function.func)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -66,6 +66,9 @@ def select_channels(
         BudgetError: a ceiling is below the cheapest plan; it states the least that works.
         ConfigError: nothing to choose by, or channels by L2 without norms.
 
+    Prices that were timed (`time_backward`) let the plan state its seconds; and a layer that would take longer in part
+    than whole trains whole, where the ceilings allow it.
+
     Costs milliseconds a layer; the integer programme from a second to minutes.
     """
     choice = ChannelChoice(
@@ -83,6 +86,8 @@ def select_channels(
     else:
         tried = [choice.greedy(limit) for limit in (SHARES if share is None else (share,))]
         taken = max(tried, key=choice.worth)
+    if share is None:
+        taken = choice.widened(taken)
     return choice.plan(taken, note=f"tinytrain{'' if compute is None else f', compute {compute}'}", gap=gap)
 
 
@@ -226,6 +231,16 @@ class ChannelChoice:
             taken = (*taken, within[low - 1])
         return taken
 
+    def widened(self, taken: Taken) -> Taken:
+        """With layers whole that in part take longer, by the clock; that is worth more, too. No clock, no change."""
+        if self.prices.clock is None:
+            return taken
+        for i, option in enumerate(taken):
+            wider = (*taken[:i], self.options[option.layer.weight][-1], *taken[i + 1 :])
+            if self.prices.step_s(*self.named(wider)) < self.prices.step_s(*self.named(taken)) and self.fits(wider):
+                taken = wider
+        return taken
+
     def check(self, memory: str | int | None, compute: str | float | None) -> None:
         """Refuse ceilings under which nothing trains, naming the least that works."""
         if not self.layers and not self.pinned:
@@ -257,12 +272,15 @@ class ChannelChoice:
         profile = self.prices.profile
         trainable, channels = self.named(taken)
         spent = self.prices.spent(trainable, channels)
-        timed = bool(profile.lanes)
+        clock = self.prices.clock
+        step_s = self.prices.step_s(trainable, channels)
+        if clock is not None and step_s >= clock.full_step_s:
+            note += "; by the clock it takes as long as full training: what it saves is memory"
         return Plan(
             trainable=tuple(name for name in profile.names if name in trainable),
             names=profile.names,
-            step_s=profile.step_s(trainable) if timed else math.nan,
-            full_step_s=profile.full_step_s if timed else math.nan,
+            step_s=step_s,
+            full_step_s=math.nan if clock is None else clock.full_step_s,
             peak_bytes=profile.memory.base_bytes + spent.nbytes,
             memory_bytes=self.memory_bytes,
             pinned=self.pinned,
