@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -172,8 +173,8 @@ class Part:
 
     def __init__(self, loader: Any, passes: float) -> None:
         self.loader = loader
-        self.epochs = max(1, round(passes))
-        self.length = max(1, min(len(loader), round(passes * len(loader) / self.epochs)))
+        self.epochs = max(1, math.ceil(passes - 1e-9))
+        self.length = max(1, round(passes * len(loader) / self.epochs))
         self.batch_size = loader.batch_size
 
     def __len__(self) -> int:

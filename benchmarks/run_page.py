@@ -1,4 +1,4 @@
-"""The page on whole runs: accuracy for a share of full training's time, steps on kept features, deadlines."""
+"""The page on whole runs: accuracy for a share of full training's time, kept features, the loader, deadlines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def whole_runs(folder: Path) -> str:
     text = (
         "# Whole runs, measured\n\n"
         "What the [adaptive policy](../method/adaptive.md) makes of a share of full training's time, beside simpler\n"
-        "ways to spend it; what a step costs once its forward pass is not paid again; and whether deadlines hold.\n\n"
+        "ways to spend it; what a step costs once its forward pass is not paid again; whether images come as\n"
+        "fast; and whether deadlines hold.\n\n"
     )
-    return text + frontier(folder) + kept_steps(folder) + deadlines(folder)
+    return text + frontier(folder) + kept_steps(folder) + loader(folder) + deadlines(folder)
 
 
 def frontier(folder: Path) -> str:
@@ -91,6 +92,25 @@ def kept_steps(folder: Path) -> str:
              format_bytes(int(float(r["kept_bytes"]))),
              f"{float(r['plan_peak_bytes']) / float(r['full_peak_bytes']):.2f}", f"{float(r['gradient_off']):.1e}")
             for r in rows if r.get("kept_step_s")
+        ))  # fmt: skip
+        text += "\n" + where(rows, name) + "\n"
+    return text
+
+
+def loader(folder: Path) -> str:
+    text = (
+        "## The loader\n\n"
+        "What a batch takes to be shuffled, augmented and normalised on one thread, its images decoded before. Steps\n"
+        "that take longer never wait for it; on a GPU it is done there.\n\n"
+    )
+    found = tables("loader_*.csv", folder)
+    if not found:
+        return text + absent("The loader", "python benchmarks/loader.py") + "\n"
+    for name, rows in found.items():
+        text += markdown(("pixels in", "batch", "augmentation", "image", "images a second", "a batch"), (
+            (r["pixels_in"], r["batch"], r["augment"], r["image"], number(r["images_per_s"], ".0f"),
+             format_seconds(float(r["batch_ms"]) / 1e3))
+            for r in rows
         ))  # fmt: skip
         text += "\n" + where(rows, name) + "\n"
     return text

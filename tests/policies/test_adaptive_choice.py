@@ -14,7 +14,7 @@ from tests.selection import graphs
 
 from elastictrainer.errors import BudgetError
 from elastictrainer.plan import Plan
-from elastictrainer.policies.adaptive import Keeping, choose_stage, head_stage, worth
+from elastictrainer.policies.adaptive import PASSES, Keeping, choose_stage, head_stage, worth
 
 SEEDS = st.integers(0, 10_000)
 
@@ -97,3 +97,26 @@ def test_nothing_fits_is_a_refusal():
             profile, dict.fromkeys(profile.names, -1.0) | {profile.names[0]: 1.0}, left_s=0.0, steps_per_pass=100,
             keeping=None, pin=profile.names, memory=1,
         )  # fmt: skip
+
+
+@given(st.integers(1, 6), st.floats(0.25, 40.0))
+def test_another_view_is_made_once_there_are_passes_for_it(views, passes):
+    found = Keeping(views).views_in(passes)
+    assert 1 <= found <= views
+    assert found == 1 or passes / found >= 4
+    assert found == views or passes / (found + 1) < 4
+
+
+@pytest.mark.parametrize("left_s", [3.0, 30.0, 300.0])
+def test_a_stage_keeps_as_many_views_as_its_price_was_for(left_s):
+    profile = random_profile(3)
+    keeping = Keeping(2, 0.5)
+    stage = choose_stage(
+        profile, dict.fromkeys(profile.names, 1.0), left_s=left_s, steps_per_pass=10, keeping=keeping, pin=()
+    )
+    if stage.kept:
+        grid = [p for p in PASSES if p <= stage.passes * (1 + 1e-9)]
+        prices = [
+            keeping.prices(profile, p).step_s(stage.plan.trainable) for p in grid if keeping.views_in(p) == stage.views
+        ]
+        assert any(stage.step_s == pytest.approx(price) for price in prices)

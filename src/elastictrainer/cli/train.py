@@ -81,7 +81,12 @@ NumberOfViews = Annotated[
     ),
 ]
 KeepBytes = Annotated[
-    str, typer.Option("--keep-bytes", help="adaptive: most memory for kept features.", rich_help_panel=_PLAN)
+    str | None,
+    typer.Option(
+        "--keep-bytes",
+        help="adaptive: most of the device's memory for kept features; by default half of what is free.",
+        rich_help_panel=_PLAN,
+    ),
 ]
 KeepDisk = Annotated[
     str | None,
@@ -153,7 +158,7 @@ def train(
     feedback: Feedback = True,
     keep: KeepFeatures = True,
     views: NumberOfViews = 2,
-    keep_bytes: KeepBytes = "2GiB",
+    keep_bytes: KeepBytes = None,
     keep_disk: KeepDisk = None,
     keep_as: KeepAs = "float16",
     keep_with: KeepWith = None,

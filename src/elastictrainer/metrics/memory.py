@@ -11,7 +11,7 @@ import torch
 
 from elastictrainer.errors import ConfigError
 
-__all__ = ["Peak", "PeakMemory", "available_bytes"]
+__all__ = ["Peak", "PeakMemory", "available_bytes", "free_bytes"]
 
 PROC = Path("/proc/self")
 
@@ -100,3 +100,11 @@ def available_bytes(*, root: Path = Path("/")) -> int | None:
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or one that says "max"
         free = min(free, int((root / "sys/fs/cgroup/memory.max").read_text()))
     return free
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What tensors on this device could still take: of a GPU what nobody has and what torch has cached, else memory."""
+    if device.type != "cuda":
+        return available_bytes()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached

@@ -29,32 +29,37 @@ __all__ = ["ADAPTIVE", "Keeping", "Stage", "choose_stage", "head_stage", "worth"
 
 PASSES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
 SATURATION = 3.0
+PASSES_A_VIEW = 4.0  # that a view must be good for before another one is made
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What is known of keeping features: so many views of a sample, and what computing one costs beside the same part
-    of a training step's forward pass (larger batches, folded norms, no autograd: below 1)."""
+    """What is known of keeping features: so many views of a sample at most, and what computing one costs beside the
+    same part of a training step's forward pass (larger batches, folded norms, no autograd: below 1)."""
 
     views: int
     rebuild: float = 1.0
 
+    def views_in(self, passes: float) -> int:
+        """How many views are worth making for so many passes: what one costs pays for training on those there are."""
+        return max(1, min(self.views, int(passes / PASSES_A_VIEW)))
+
     def prices(self, profile: Profile, passes: float) -> Profile:
         """The prices of a step when the prefix is kept over so many passes."""
-        built = min(float(self.views), max(passes, 1.0))
-        return profile.with_kept_prefix(rebuilt=self.rebuild * built / passes)
+        return profile.with_kept_prefix(rebuilt=self.rebuild * self.views_in(passes) / passes)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of a run: a plan, whether its prefix is kept, how many passes the time allows, and what a step costs
-    with the building of what is kept spread over them."""
+    """A stretch of a run: a plan, whether its prefix is kept, how many passes the time allows, what a step costs with
+    the building of what is kept spread over them, and how many views of a sample are kept."""
 
     plan: Plan
     kept: bool
     passes: float
     step_s: float
     worth: float
+    views: int = 1
 
 
 def head_stage(profile: Profile, keeping: Keeping, *, pin: Pin, memory: str | int | None, passes: float) -> Stage:
@@ -63,7 +68,7 @@ def head_stage(profile: Profile, keeping: Keeping, *, pin: Pin, memory: str | in
 
     prices = keeping.prices(profile, passes)
     plan = HEAD.plan(prices, None, budget=None, pin=pin, memory=memory)
-    return Stage(plan, True, passes, plan.step_s, math.nan)
+    return Stage(plan, True, passes, plan.step_s, math.nan, keeping.views_in(passes))
 
 
 def choose_stage(
@@ -103,7 +108,8 @@ def choose_stage(
                 continue
             # What the plan does not spend goes into more passes.
             able = max(passes, left_s / (steps_per_pass * plan.step_s))
-            found.append(Stage(plan, kept, able, plan.step_s, worth(plan, scores, able)))
+            views = keeping.views_in(passes) if kept and keeping is not None else 1
+            found.append(Stage(plan, kept, able, plan.step_s, worth(plan, scores, able), views))
     if not found:
         assert refusal is not None, "every candidate was refused, and one of the refusals is kept"
         raise refusal

@@ -382,7 +382,7 @@ class Adaptive(Elastic):
         if self.features.keeper is None or self.stage is None or not self.stage.kept:
             return
         with self._charge("features"):
-            active = self.features.stand(data.peek(1)[0])
+            active = self.features.stand(data.peek(1)[0], views=self.stage.views)
         if not active:
             self._do_without()
 
@@ -468,7 +468,7 @@ class Adaptive(Elastic):
                 "elapsed_s": self.elapsed_s,
                 "virtual_s": self._virtual_s,
                 "paused_s": self._paused_s if self.deadline else 0.0,
-                "stage": None if stage is None else [stage.kept, stage.passes, stage.step_s, stage.worth],
+                "stage": None if stage is None else [stage.kept, stage.passes, stage.step_s, stage.worth, stage.views],
                 "from_s": self._stage_from_s,
                 "until_s": self._stage_until_s,
                 "rechosen": self._rechosen,
@@ -489,8 +489,7 @@ class Adaptive(Elastic):
         if not self.deadline:
             self._paused_s = 0.0
         if course["stage"] is not None and self.plan is not None:
-            kept, passes, step_s, expected = course["stage"]
-            self.stage = Stage(self.plan, kept, passes, step_s, expected)
+            self.stage = Stage(self.plan, *course["stage"])
         self._stage_from_s, self._stage_until_s = course["from_s"], course["until_s"]
         self._rechosen = course["rechosen"]
         self.features.rebuild, self.features.groups = course["rebuild"], course["groups"]

@@ -20,15 +20,17 @@ __all__ = ["Features", "Keep"]
 SHARE = 0.5  # of the time left at most goes into the features below the head
 REBUILD = 0.7  # what the prefix alone is taken to cost beside its part of a training step, until it has been timed
 TRIED_GROUPS = 4  # groups of images from which that is learned
+FIXED_BYTES = 2 << 30  # where no decision may rest on what happens to be free
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How features are kept: `views` of each image, as `dtype`, up to `memory_bytes` in memory, beyond that up to
-    `disk_bytes` in a file in `folder`. `precision="bf16"` computes them under autocast. `allowed=False` keeps none."""
+    """How features are kept: up to `views` of each image, as `dtype`, up to `memory_bytes` in the device's memory (by
+    default half of what is free there), beyond that up to `disk_bytes` in a file in `folder`. `precision="bf16"`
+    computes them under autocast. `allowed=False` keeps none."""
 
     views: int = 2
-    memory_bytes: int = 2 << 30
+    memory_bytes: int | None = None
     disk_bytes: int | None = None
     dtype: KeptType = "float16"
     precision: Literal["bf16"] | None = None
@@ -50,9 +52,10 @@ class Features:
         self.keeper: Keeper | None = None
         # Statistics that move with every batch make no two passes of a prefix alike.
         if keep.allowed and isinstance(loader, Loader) and bn != "track":
+            most = FIXED_BYTES if keep.memory_bytes is None and deterministic else keep.memory_bytes
             self.keeper = Keeper(
                 model, loss_fn, loader,
-                views=keep.views, memory_bytes=keep.memory_bytes, disk_bytes=keep.disk_bytes, dtype=keep.dtype,
+                views=keep.views, memory_bytes=most, disk_bytes=keep.disk_bytes, dtype=keep.dtype,
                 folder=keep.folder, precision=keep.precision,
             )  # fmt: skip
         self.rebuild = REBUILD
@@ -73,9 +76,10 @@ class Features:
         """Of the samples, those whose features there was time to keep."""
         return 1.0 if self.groups is None or self.keeper is None else self.groups / self.keeper.groups
 
-    def stand(self, batch: Any) -> bool:
-        """Divide the model by the plan that stands; whether anything can be kept of it."""
+    def stand(self, batch: Any, *, views: int) -> bool:
+        """Divide the model by the plan that stands; whether anything can be kept of it, in so many views."""
         assert self.keeper is not None
+        self.keeper.views = views
         self.keeper.stand(batch)
         return self.keeper.active
 

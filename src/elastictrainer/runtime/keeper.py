@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from elastictrainer.budget import format_bytes
 from elastictrainer.data.hashing import permutation
 from elastictrainer.data.loader import Batch, Loader
+from elastictrainer.metrics.memory import free_bytes
 from elastictrainer.runtime.apply import unwrap
 from elastictrainer.runtime.cut import Cut, LossFn, find_cut
 from elastictrainer.runtime.kept import Kept, KeptType, Rows
@@ -32,6 +33,7 @@ __all__ = ["Keeper"]
 FILL_IMAGES = {"cpu": 16, "cuda": 256}  # images that the prefix is run on at once: large, since nothing is saved
 READ = 8  # batches that are fetched to find out how long it takes
 CHECKED = 4  # samples on which a cut is tried out
+SMALL = 1 << 30  # what is kept in memory where no system tells how much there is
 
 
 class Keeper:
@@ -45,7 +47,7 @@ class Keeper:
     Args:
         views: how many views of each image there are while features are kept. Flips take turns, so that with `flip`
             alone two lose nothing.
-        memory_bytes: the most that may be kept in memory.
+        memory_bytes: the most that may be kept in memory; by default half of what is free on the model's device.
         disk_bytes: what is more, but not more than this, is kept in a file in `folder`, mapped; a resumed run finds it
             again. What would take still more is not kept at all.
         dtype: in which features are kept.
@@ -58,7 +60,7 @@ class Keeper:
         loss_fn: LossFn,
         loader: Loader,
         *,
-        memory_bytes: int = 2 << 30,
+        memory_bytes: int | None = None,
         disk_bytes: int | None = None,
         folder: Path | None = None,
         views: int = 2,
@@ -143,8 +145,9 @@ class Keeper:
     def _make_room(self, rows: list[Rows]) -> None:
         samples = self.loader.num_samples
         wanted = Kept.bytes_for(rows, samples=samples, views=self.views, dtype=self.dtype)
-        on_disk = wanted > self.memory_bytes
-        most = max(self.memory_bytes, self.disk_bytes or 0) if self.folder is not None else self.memory_bytes
+        in_memory = self._room() if self.memory_bytes is None else self.memory_bytes
+        on_disk = wanted > in_memory
+        most = max(in_memory, self.disk_bytes or 0) if self.folder is not None else in_memory
         if wanted > most:
             self.give_up(
                 f"{format_bytes(wanted)} of features would pass the limit of {format_bytes(most)}; "
@@ -159,6 +162,12 @@ class Keeper:
         device = "cpu" if file is not None else next(self.model.parameters()).device
         self.kept = Kept(rows, samples=samples, views=self.views, dtype=self.dtype, device=device, file=file)
         self.kept.key = key
+
+    def _room(self) -> int:
+        """Half of what is free on the model's device, what is kept now counted as free."""
+        free = free_bytes(next(self.model.parameters()).device)
+        mine = self.kept.nbytes if self.kept is not None and self.kept.file is None else 0
+        return SMALL if free is None else (free + mine) // 2
 
     def _key(self, rows: list[Rows]) -> str:
         """A digest of everything that makes a row what it is: weights, cut, data and views, and how it is stored."""

@@ -48,7 +48,7 @@ def fit(
     resting_state: Literal["keep", "drop", "offload"] = "keep",
     keep: bool = True,
     views: int = 2,
-    keep_bytes: str | int = "2GiB",
+    keep_bytes: str | int | None = None,
     keep_disk: str | int | None = None,
     keep_as: KeptType = "float16",
     keep_with: Literal["bf16"] | None = None,
@@ -103,9 +103,10 @@ def fit(
             checkpoints included; how many passes are made follows. With `policy="elastic"`, as published, every step
             takes at most that share, `epochs` are made, and evaluation, checkpoints and deciding come on top.
         keep, views, keep_bytes, keep_disk, keep_as, keep_with: of policy `"adaptive"`, on our own loaders: whether what
-            lies below the deepest trained tensor is computed once and kept; for how many views of each image; in how
-            much memory, beyond it on how much disk (in the run folder; none by default); as what (`"float16"`,
-            `"bfloat16"`, `"int8"`, `"float32"`); and computed with what (`"bf16"`: under autocast).
+            lies below the deepest trained tensor is computed once and kept; for how many views of each image at most;
+            in how much of the device's memory (by default half of what is free; 2 GiB if `deterministic`), beyond it on
+            how much disk (in the run folder; none by default); as what (`"float16"`, `"bfloat16"`, `"int8"`,
+            `"float32"`); and computed with what (`"bf16"`: under autocast).
         policy, importance, interval, pin, probe_batches, memory, bn, resting_state, profile, cache, feedback: see
             `et.Elastic`.
         gradient_from: as of `et.Elastic`; `"held_out"` is the `val_loader`. What is chosen by it is no longer judged by
@@ -146,8 +147,8 @@ def fit(
         "probe_batches": probe_batches, "gradient_from": gradient_from, "memory": memory, "bn": bn,
         "resting_state": resting_state, "profile": profile, "cache": cache, "feedback": feedback,
         "keep": Keep(
-            views, parse_bytes(keep_bytes), None if keep_disk is None else parse_bytes(keep_disk), keep_as, keep_with,
-            allowed=keep,
+            views, *(None if most is None else parse_bytes(most) for most in (keep_bytes, keep_disk)),
+            keep_as, keep_with, allowed=keep,
         ),
     }  # fmt: skip
     with ExitStack() as stack:
