@@ -94,7 +94,7 @@ def results(tmp_path: Path) -> Path:
         kept | {"share": 0.5, "kept_as": "int8", "obstacle": "too large"} | HERE,
     ])  # fmt: skip
     write(tmp_path / "deadlines_cpu.csv", [
-        {"deadline_s": 10, "load": 2, "took_s": 10.5, "late": 0.05, "steps": 7, "accuracy": 0.5} | HERE,
+        {"deadline_s": 10, "load": 2, "took_s": 10.5, "late": 0.05, "steps": 7, "accuracy": 0.5, "share": 0.25} | HERE,
         {"deadline_s": 20, "load": 0, "took_s": 19.0, "late": -0.05, "steps": 70, "accuracy": 0.9} | HERE,
     ])  # fmt: skip
     write(tmp_path / "solver.csv", [
@@ -146,7 +146,7 @@ def test_every_figure_on_a_page_comes_from_its_row(results: Path) -> None:
     assert "| **adaptive** | 61.0 ± 1.4 | 2 | 0.099 | 0.025 | 0.003 |" in runs
     assert "99.0" not in runs, "a trial of a rate is no result"
     assert "| last 10% | int8 | 100ms | 40ms | 20ms | 5.0x | 0.60 | 1MiB | 0.25 | 2.5e-02 |" in runs
-    assert row_of(runs, "10s")[1:] == ["from half-way", "10.5s", "+5.0%", "7", "50.0%"]
+    assert row_of(runs, "10s")[1:] == ["from half-way", "10.5s", "+5.0%", "7", "50.0%", "25%"]
     assert "1 of 2 runs ended within 2% of their deadline; the latest was +5.0%." in runs
     assert "NVIDIA H200" in index
     assert "abc1234" in index

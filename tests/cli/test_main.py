@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from elastictrainer import __version__
-from elastictrainer.cli import output
+from elastictrainer.cli import main, output
 from elastictrainer.cli.app import VERBS
 from elastictrainer.cli.output import Output
 
@@ -167,3 +167,12 @@ def test_a_reader_that_goes_away_is_no_error():
     done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_threads_wait_briefly_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    main(["--version"])
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    main(["--version"])
+    assert int(os.environ["GOMP_SPINCOUNT"]) > 0

@@ -25,6 +25,7 @@ from elastictrainer.profiling.steps import Stepper
 from elastictrainer.runtime import assembly
 from elastictrainer.runtime.capture import CudaRecorder, Uncapturable, brief_collections
 from elastictrainer.runtime.engine import KINDS, MANY, WARM, Eager, Replayed
+from elastictrainer.runtime.keeper import Keeper
 from elastictrainer.runtime.optimizers import make_optimizer
 from elastictrainer.runtime.recorded_step import as_recorded, steps_in_a_recording
 
@@ -317,6 +318,7 @@ def test_kept_features_go_into_the_recording(monkeypatch: pytest.MonkeyPatch) ->
     def adapt(model: nn.Module, price: Profile) -> Any:
         return images.fit(model=model, budget="0.5x", deterministic=False, clock=Ticking(), profile=price)
 
+    monkeypatch.setattr(Keeper, "read_s", lambda self, epoch: 0.0)  # it looks at a real clock
     mine, theirs = images.network(), images.network()
     plain = adapt(theirs, images.profile())
     recorder = Again()

@@ -247,13 +247,19 @@ def train(
     show(screen, result)
 
 
+def judged(result: Result) -> str:
+    """By what: the test data, or as much of it as the time was enough for."""
+    share = result.accuracy.get("share")
+    return str(result.accuracy["of"]) if share is None else f"by {share:.0%} of {result.accuracy['of']}"
+
+
 def show(screen: Output, result: Result) -> None:
     from elastictrainer.budget import format_bytes, format_seconds
 
     accuracy = result.accuracy["final"]
     asked = "-" if result.budget is None else result.budget
     rows: list[tuple[str, Any]] = [
-        (f"accuracy ({result.accuracy['of']})", "-" if accuracy is None else f"{accuracy:.1%}"),
+        (f"accuracy ({judged(result)})", "-" if accuracy is None else f"{accuracy:.1%}"),
         ("training", format_seconds(result.train_s)),
         ("of it deciding", format_seconds(sum(result.overhead_s.values()))),
         ("evaluation", format_seconds(result.eval_s)),

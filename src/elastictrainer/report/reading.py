@@ -127,6 +127,11 @@ class RunRecord:
         return max((a for e in self.epochs if (a := number(e.get("val_accuracy"))) is not None), default=None)
 
     @property
+    def judged_share(self) -> float | None:
+        """Of the batches it is the accuracy on, where a deadline left no time for all."""
+        return number(_mapping((self.result or {}).get("accuracy")).get("share"))
+
+    @property
     def accuracy_of(self) -> str:
         """On which images: `test` or `val`."""
         return str(_mapping((self.result or {}).get("accuracy")).get("of") or "val")

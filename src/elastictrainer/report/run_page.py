@@ -53,6 +53,8 @@ def _headline(run: RunRecord) -> Markup:
     train_s, deciding_s = run.figure("train_s"), sum(run.overhead_s.values())
     best = words.number((run.result or {}).get("best_epoch"))
     of = {"test": "on test images", "val": "on validation images"}.get(run.accuracy_of, run.accuracy_of)
+    if (share := run.judged_share) is not None:
+        of = f"on {share:.0%} of them, for want of time: " + of
     energy = run.figure("energy_j")
     asked = run.asked_ratio
     return cards(

@@ -124,6 +124,11 @@ class Adaptive(Elastic):
         return 0.0 if self._ending is None else self._ending.seconds()
 
     @property
+    def left_s(self) -> float:
+        """Until the deadline, the end of the run included; below zero it is late."""
+        return self.asked.value - self.elapsed_s if self.deadline else math.inf
+
+    @property
     def progress(self) -> float:
         """The share of the time that is used: what the learning rate follows."""
         return min(self.elapsed_s / self.allowed_s, 1.0) if self.profile is not None else 0.0
@@ -172,6 +177,7 @@ class Adaptive(Elastic):
                 self._stand()
                 self._begin_keeping(data)
             self._fill()
+        felt = self._ending is not None and self._device.type == "cpu"
         while data.more and not self.finished:
             self._decide(data)
             for batch in data.batches(self.features.keeper if self.stage_is_kept else None):
@@ -181,10 +187,13 @@ class Adaptive(Elastic):
                 self._position = data.position
                 self.history[-1]["steps"] += 1
                 self._virtual_s += self.stage.step_s
+                before = self._clock() if felt else 0.0
                 yield batch
                 if self._device.type == "cpu" or self.steps % WAITING_STEPS == 0:
                     self._now()  # waits for a device, so that the clock tells what has been done, not what was asked
                     if self._ending is not None:
+                        if felt:
+                            self._ending.stepped(self.stage.step_s, self._clock() - before)
                         self._ending.feel(self.progress)
                     self.finished = self.elapsed_s >= self.allowed_s
                     if self.finished or self._stage_is_over():
@@ -292,7 +301,8 @@ class Adaptive(Elastic):
                 self._go_on()  # there is no time left to find out what they cost now
                 return
         draw = self.probe_batches
-        affordable = int(PROBE_SHARE * self._left_s / (draw.steps * self._prices.full_step_s))
+        step_s = self._prices.full_step_s * (1.0 if self._ending is None else self._ending.slower)
+        affordable = int(PROBE_SHARE * self._left_s / (draw.steps * step_s))
         if before is not None and not affordable:
             self._go_on()
             return

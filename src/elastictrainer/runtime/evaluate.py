@@ -23,11 +23,13 @@ Metric = Callable[[nn.Module, Any], "tuple[Tensor | float, int]"]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`accuracy` is the metric, whatever it measures; None where there is none."""
+    """`accuracy` is the metric, whatever it measures; None where there is none. `share` is below 1 where there was no
+    time for all batches."""
 
     loss: float
     accuracy: float | None
     count: int
+    share: float = 1.0
 
     def better_than(self, other: Score | None) -> bool:
         """By the metric, or by the loss where there is none; a draw is not better, and any number is than NaN."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from elastictrainer.data.hashing import permutation
+from elastictrainer.data.loader import Loader
 from elastictrainer.runtime.ending import Ending
 from elastictrainer.runtime.evaluate import Score, evaluate, is_classified, top1
 from elastictrainer.runtime.feed import Feed
@@ -61,12 +64,19 @@ class Judge:
     def evaluate(self, loader: Iterable[Any]) -> Score:
         start = self.clock()
         # The same order and transforms each time, from a stream of its own: evaluating changes nothing in training.
-        batches = Feed(loader, epoch=0, start=0, seed=self.settings.seed + 1, device=self._device)
+        batches: Iterable[Any] = Feed(loader, epoch=0, start=0, seed=self.settings.seed + 1, device=self._device)
         if self._metric == "auto":
             self._metric = top1 if is_classified(next(iter(batches), None)) else None
-        score = self.score(batches if self.ending is None else self.ending.holding(batches))
+        counted = _Counted(batches)
+        if self.ending is not None:
+            if not self.settings.deterministic:
+                counted = _Counted(_by_lot(loader) or batches)
+            score = self.score(self.ending.holding(loader, counted))
+        else:
+            score = self.score(counted)
         self._evaluated_at = self.clock()
-        took_s, batch_count = self._evaluated_at - start, length(loader) or 1
+        took_s, batch_count = self._evaluated_at - start, counted.count
+        score = replace(score, share=min(batch_count / (length(loader) or batch_count), 1.0))
         self.record.eval_s += took_s
         self.record.evaluations += 1
         self.record.evaluated_batches += batch_count
@@ -79,3 +89,23 @@ class Judge:
         assert self._metric != "auto", "resolved at the first evaluation"
         metric = with_autocast(self._metric, self._device, self.settings.autocast) if self._metric is not None else None
         return evaluate(self.model, self.loss_fn, batches, metric=metric, device=self._device)
+
+
+class _Counted:
+    """Batches, and how many were taken."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches, self.count = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.count += 1
+            yield batch
+
+
+def _by_lot(loader: Iterable[Any]) -> Iterator[Any] | None:
+    """The samples of a loader of ours, in an order drawn by lot: wherever time ends it, a fair sample has been seen."""
+    if not isinstance(loader, Loader):
+        return None
+    order = loader.order(0)
+    return loader.look(order[permutation(loader.seed, -1, len(order))], 0)

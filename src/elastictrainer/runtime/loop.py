@@ -147,8 +147,7 @@ def fit(
         "probe_batches": probe_batches, "gradient_from": gradient_from, "memory": memory, "bn": bn,
         "resting_state": resting_state, "profile": profile, "cache": cache, "feedback": feedback,
         "keep": Keep(
-            views, *(None if most is None else parse_bytes(most) for most in (keep_bytes, keep_disk)),
-            keep_as, keep_with, allowed=keep,
+            views, _bytes_or_none(keep_bytes), _bytes_or_none(keep_disk), keep_as, keep_with, allowed=keep
         ),
     }  # fmt: skip
     with ExitStack() as stack:
@@ -189,3 +188,7 @@ def fit(
                 raise
             story = explain_memory(run.elastic, step=run.record.step + 1)
             raise TrainingError(f"{story}; {run.how_to_go_on('the last good checkpoint')}") from error
+
+
+def _bytes_or_none(text: str | int | None) -> int | None:
+    return None if text is None else parse_bytes(text)

@@ -54,7 +54,8 @@ class Result:
 
     `train_s` is training with everything that deciding cost (`overhead_s`), without evaluation and checkpoints.
     `measured_ratio` is of the steps alone: their seconds over those of as many full steps. `accuracy` holds the
-    validation's per epoch, and the final one of the weights that were kept, on the test data where there are any.
+    validation's per epoch, and the final one of the weights that were kept, on the test data where there are any;
+    `share` of its batches, if a deadline left no time for all.
     `compilations` are the graphs that `torch.compile` built since the run began or was last resumed, `graphs` what was
     recorded and replayed since then (None where steps are made as ever). What was not measured is None, never a guess.
     """

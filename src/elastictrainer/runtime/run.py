@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from elastictrainer.budget import Budget, format_seconds
 from elastictrainer.errors import BudgetError, CheckpointError, TrainingError
+from elastictrainer.metrics import synchronize
 from elastictrainer.policies import find_policy
 from elastictrainer.profiling.profile import Profile
 from elastictrainer.profiling.sketch import is_sketch
@@ -89,6 +90,7 @@ class Run:
             return
 
         stack.enter_context(modes_restored(model))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())  # a deadline may make them fewer
         if settings.deterministic:
             stack.enter_context(deterministic_kernels())
         seed_streams(settings.seed)
@@ -160,10 +162,20 @@ class Run:
             self.judge.score,
             record=lambda: self.record,
             forward_s=forward_s,
+            left_s=lambda: self.adaptive.left_s if self.adaptive is not None else math.inf,  # asked once it is there
             clock=self.clock,
+            wait=lambda: synchronize(self.meters.device),
+            go_alone=self._go_alone(),
             deterministic=self.settings.deterministic,
         )
         return self.judge.ending
+
+    def _go_alone(self) -> Callable[[bool], object] | None:
+        """What computes with one thread from now on, or with all that were given."""
+        given = torch.get_num_threads()
+        if self.device.type != "cpu" or given == 1:
+            return None
+        return lambda alone: torch.set_num_threads(1 if alone else given)
 
     def _resume(self) -> list[str]:
         assert self.folder is not None
@@ -304,7 +316,10 @@ class Run:
 
     def evaluate(self, loader: Iterable[Any]) -> Score:
         with self.elastic.pause():
-            return self.judge.evaluate(loader)
+            score = self.judge.evaluate(loader)
+        if score.share < 1:
+            self.say(f"the time was up: judged by {score.count} of the samples, {score.share:.0%} of the batches")
+        return score
 
     def _write_epoch(self, score: Score | None) -> None:
         rate = float(self.optimizer.param_groups[0]["lr"])  # a tensor, in an optimizer that was built with one

@@ -82,7 +82,8 @@ def make_result(
             "per_epoch": [score and score["accuracy"] for score in record.scores],
             "final": final["accuracy"] if final else None,
             "of": "test" if test else "val" if final else None,
-        },
+        }
+        | ({"share": final["share"]} if final and final.get("share", 1.0) < 1 else {}),
         loss={
             "per_epoch": record.losses,
             "val": [score and score["loss"] for score in record.scores],
