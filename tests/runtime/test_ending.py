@@ -193,3 +193,18 @@ def test_an_evaluation_that_was_slow_is_a_reason_to_try_one_thread() -> None:
     machine.evaluate(ending, 10)
     assert alone == [True]
     assert ending.seconds() == pytest.approx(3 * before, rel=0.05)
+
+
+def test_one_slow_batch_does_not_cut_an_evaluation_short() -> None:
+    machine = Machine()
+    ending = ending_on(machine)
+    machine.evaluate(ending, 10)
+    machine.deadline = machine.now + ending.seconds()
+    judged = 0
+    for batch in ending.holding(machine.val, machine.val):
+        machine.pace = lambda: 1.0 if judged else 1.9
+        machine.run([batch])
+        judged += 1
+    assert judged == 10
+    machine.pace = lambda: 1.0
+    assert machine.judge(ending, machine.test) == 30

@@ -98,7 +98,7 @@ class Ending:
         The time is the loader's share, by batches, of what is left for it and the loaders that come after it.
         """
         self._few = []
-        start, longest_s = self._clock(), 0.0
+        start, longest_s, count = self._clock(), 0.0, 0
         allowed_s = self._allowed_s(loader)
         before = start
         for batch in batches:
@@ -109,9 +109,10 @@ class Ending:
                 continue
             self._wait()
             now = self._clock()
-            longest_s, before = max(longest_s, now - before), now
-            slow = self._best_s is not None and longest_s > BUSY * self._best_s
-            reserved_s, overrun_s = (LONGEST * longest_s, 0.0) if slow else (longest_s, OVERRUN * allowed_s)
+            longest_s, before, count = max(longest_s, now - before), now, count + 1
+            usual_s = (now - start) / count  # a single slow batch, the first as a rule, is no busy machine
+            slow = self._best_s is not None and usual_s > BUSY * self._best_s
+            reserved_s, overrun_s = (LONGEST * longest_s, 0.0) if slow else (usual_s, OVERRUN * allowed_s)
             if now + reserved_s > start + allowed_s + overrun_s:
                 return
 
