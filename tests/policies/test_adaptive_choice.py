@@ -14,7 +14,7 @@ from tests.selection import graphs
 
 from elastictrainer.errors import BudgetError
 from elastictrainer.plan import Plan
-from elastictrainer.policies.adaptive import PASSES, Keeping, choose_stage, head_stage, worth
+from elastictrainer.policies.adaptive import PASSES, PASSES_A_VIEW, Keeping, choose_stage, head_stage, worth
 
 SEEDS = st.integers(0, 10_000)
 
@@ -103,8 +103,8 @@ def test_nothing_fits_is_a_refusal():
 def test_another_view_is_made_once_there_are_passes_for_it(views, passes):
     found = Keeping(views).views_in(passes)
     assert 1 <= found <= views
-    assert found == 1 or passes / found >= 4
-    assert found == views or passes / (found + 1) < 4
+    assert found == 1 or passes / found >= PASSES_A_VIEW
+    assert found == views or passes / (found + 1) < PASSES_A_VIEW
 
 
 @pytest.mark.parametrize("left_s", [3.0, 30.0, 300.0])

@@ -29,7 +29,7 @@ __all__ = ["ADAPTIVE", "Keeping", "Stage", "choose_stage", "head_stage", "worth"
 
 PASSES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
 SATURATION = 3.0
-PASSES_A_VIEW = 4.0  # that a view must be good for before another one is made
+PASSES_A_VIEW = 1.0  # that a view must be good for before another is made; 4 were tried without gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Keeping:
     rebuild: float = 1.0
 
     def views_in(self, passes: float) -> int:
-        """How many views are worth making for so many passes: what one costs pays for training on those there are."""
+        """How many views there is any use for in so many passes."""
         return max(1, min(self.views, int(passes / PASSES_A_VIEW)))
 
     def prices(self, profile: Profile, passes: float) -> Profile:
